@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_and_a_new_best_do_what_they_were_installed_with(se
         install_automations(names=[CORRUPT], run="evaluate/look-at-the-target", parameters=parameters)
 
         train(target, 2)
-        damage(target, step=2)
+        damage_manifest(target, step=2)
         train(target, 3)
         pt.tune(Moody, {}, target=target, experiment="searched", metric="loss", num_samples=1, stop={"step": 1})
 
@@ -284,7 +284,7 @@ def train(target: LocalTarget, steps: int) -> None:
     )
 
 
-def damage(target: LocalTarget, *, step: int) -> None:
+def damage_manifest(target: LocalTarget, *, step: int) -> None:
     (manifest,) = Path(target.path).rglob(f"{step:010d}-*/manifest.json")
     manifest.chmod(0o644)
     manifest.write_bytes(manifest.read_bytes()[:-2])

@@ -42,25 +42,21 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 
 def make_deployment(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
     """Make a deployment for one experiment; return its full name."""
-    (deployment,) = deploy(
-        [make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)], Pool(name=POOL)
-    )
-    return deployment.name
+    spec = make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)
+    return deploy([spec], Pool(name=POOL))[0].name
 
 
 def create_run(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:
-    """A run of a deployment as a schedule or a form creates it."""
+    """Create a run of a deployment like a schedule or a form."""
     deployment = client.read_deployment_by_name(name)
     return client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
 
 def execute_run(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> State[Any]:
-    """Execute the run as a worker's process would, and return its final state."""
+    """Execute the run like a worker's process, and return its final state."""
     module, _, attribute = str(client.read_deployment_by_name(name).entrypoint).rpartition(".")
     flow: Flow[..., Any] = getattr(import_module(module), attribute)
-    found: Any = run_flow(flow, flow_run=client.read_flow_run(flow_run.id), return_type="state")
-    state: State[Any] = found
-    return state
+    return cast("Any", run_flow(flow, flow_run=client.read_flow_run(flow_run.id), return_type="state"))
 
 
 # -------------------------------------------------------------------------------------------------------- secrets
@@ -69,7 +65,7 @@ def execute_run(client: SyncPrefectClient, name: str, flow_run: FlowRun) -> Stat
 @pytest.fixture
 def vault(client: SyncPrefectClient, s3_port: int) -> S3Target:
     """A saved block with a secret that must appear nowhere else."""
-    del client  # the server that it speaks with
+    del client
     block = S3Target(
         bucket="durable",
         prefix="vault",
@@ -171,7 +167,7 @@ def deploy_echo(flow: str, experiment: str, target: StorageTarget) -> str:
 
 
 def send_run(client: SyncPrefectClient, name: str, **parameters: object) -> FlowRun:
-    """Create a run as a user does, and return it as the server has it."""
+    """Create a run like a user, and return it from the server."""
     created = cast("FlowRun", run_deployment(name, parameters=parameters, timeout=0))
     return client.read_flow_run(created.id)
 

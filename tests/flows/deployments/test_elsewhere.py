@@ -124,7 +124,7 @@ class Machine:
             )
 
     def lose_power(self) -> None:
-        self._process.kill()  # the first process of its own, and with it all
+        self._process.kill()  # the first process of the namespace: all others end with it
         self._process.wait()
         _run_ip("link", "del", f"veth-{self.name}")  # the network lasts until its last process has ended
         _run_ip("netns", "del", self._network)
@@ -135,7 +135,7 @@ class Machine:
 
 @contextmanager
 def machines(api: str, folder: Path) -> Iterator[list[Machine]]:
-    (folder / "own").mkdir()  # each machine has other files there
+    (folder / "own").mkdir()  # where each machine mounts its own files
     machines = [Machine(number, api, folder) for number in range(2)]
     with ExitStack() as at_end:
         for machine in machines:
@@ -234,9 +234,7 @@ def test_trials_that_outlive_their_search_are_found_by_the_next_one_and_not_run_
 ) -> None:
     search = _Search(drivers, local_target, tmp_path, trials="deployment")
     killed = search.start()
-    wait_until(
-        lambda: search.count_processes() == 2 and search.count_steps() > 4, seconds=240, what=lambda: killed.log[-3000:]
-    )
+    killed.wait_until(lambda: search.count_processes() == 2 and search.count_steps() > 4, seconds=240)
     killed.kill()
     before = search.count_steps()
     outcome = search.start().wait(seconds=200)

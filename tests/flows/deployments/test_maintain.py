@@ -52,7 +52,7 @@ def target(no_prefect_server: None, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server_target(prefect_server: str, tmp_path: Path) -> Path:
-    """The same, of which a Prefect server gets the reports."""
+    """The same target, with a Prefect server for the reports."""
     assert prefect_server
     write_experiment(tmp_path / "target", "digits", _STEPS, size=_SIZE)
     return tmp_path / "target"
@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused_before_anything_is_begun(
 
 
 class SlowCounting(Counting):
-    """Steps of some milliseconds; its checkpoints have bytes that change and bytes that do not."""
+    """Trains slowly; its checkpoints have bytes that change and bytes that do not."""
 
     def step(self) -> Mapping[str, Any]:
         self.count += 1
@@ -331,7 +331,7 @@ def _collect_errors(act: Callable[[], None], errors: list[BaseException]) -> Cal
     def call() -> None:
         try:
             act()
-        except BaseException as error:  # noqa: BLE001 - the thread's edge: the test looks at it
+        except BaseException as error:  # noqa: BLE001 - the thread's edge: the test asserts on it
             errors.append(error)
 
     return call
@@ -346,11 +346,8 @@ def test_the_report_is_an_artifact_of_the_run_and_every_act_one_task_run(server_
     assert "| digits |" in str(page.data)
     assert page.flow_run_id is not None
     acts = {"verify digits", "prune digits", "collect digits"}
-    wait_until(
-        lambda: acts <= _read_task_run_names(page.flow_run_id),
-        seconds=60,
-        what=lambda: str(_read_task_run_names(page.flow_run_id)),
-    )
+    names = lambda: _read_task_run_names(page.flow_run_id)  # noqa: E731 - called twice
+    wait_until(lambda: acts <= names(), seconds=60, what=lambda: str(names()))
 
 
 def read_reports(target: Path) -> list[Artifact]:

@@ -35,16 +35,13 @@ from tests.fakes.searches.far_attempts import plan_at
 
 
 def make_request(attempt: int) -> AttemptRequest:
-    """Return the request for an attempt of a trial whose attempts have an outbox each."""
+    """Make the request for an attempt of a trial; each attempt has its outbox."""
     trial = Trial(id="00000", config={}, attempt=attempt - 1, outbox=attempt, outbox_count=attempt)
     return AttemptRequest(search_term=1, trial=trial)
 
 
 class Api:
-    """Makes one run for each key; before it answers, it does what `troubles` say, one for each request.
-
-    It is the clock too, which advances while a caller sleeps.
-    """
+    """An API that makes one run for each key, fails as `troubles` say, and is the callers' clock."""
 
     def __init__(self) -> None:
         self.troubles: list[Callable[[], None]] = []
@@ -86,7 +83,7 @@ class Api:
 
     def read_flow_run_states(self, run: UUID) -> list[State[Any]]:
         state = self.read_flow_run(run).state
-        return self.earlier + [each for each in [state] if each is not None]
+        return self.earlier + ([] if state is None else [state])
 
     def read_deployment_by_name(self, _name: str) -> SimpleNamespace:
         options = ConcurrencyOptions(collision_strategy=self.strategy)
@@ -116,8 +113,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> TrialSpec:
-    target = LocalTarget(path=str(tmp_path))
-    return plan_at(target, trainable="package.module:Name")
+    return plan_at(LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
 
 
 def start_attempt(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:
@@ -193,7 +189,7 @@ def test_one_request_in_two_seconds_asks_for_all_runs(api: Api, spec: TrialSpec)
     runs = [deployment.start_attempt(spec, make_request(attempt), attempt) for attempt in (1, 2, 3)]
     barrier = threading.Barrier(4)
 
-    def sleep(_: float) -> None:  # all three look once in each turn of the clock
+    def sleep(_: float) -> None:  # each of the three threads polls once a tick
         barrier.wait(timeout=60)
         barrier.wait(timeout=60)
 
@@ -348,7 +344,7 @@ def test_the_run_of_a_node_0_that_has_lost_its_machine_is_marked_once_the_other_
 
 
 def _poll_for(api: Api, deployment: DeploymentLauncher, run: UUID, seconds: float) -> bool:
-    """Look every 2 s, for so long."""
+    """Poll every 2 s for so long; return whether the run has ended."""
     for _ in range(int(seconds / 2)):
         api.slept.append(2.0)
         ended = deployment._poll_ended(run)

@@ -160,11 +160,11 @@ def test_a_function_trainable_hears_of_the_termination_and_saves(training: _Stop
 
 @pytest.mark.deep
 def test_a_termination_before_the_first_step_ends_resumable_too(training: _StoppedTraining) -> None:
-    def events() -> list[Event]:
+    def read_events() -> list[Event]:
         return [event for entry in entries_at(training.target, _NAME) for event in entry.events]
 
     driver = training.start()
-    driver.wait_until(lambda: any(isinstance(event, AttemptStarted) for event in events()), seconds=60)
+    driver.wait_until(lambda: any(isinstance(event, AttemptStarted) for event in read_events()), seconds=60)
     _signal_and_wait(driver, signal.SIGTERM, within=25)
     training.require_resumable()
     training.require_continued(from_step=training.newest_step())
@@ -292,12 +292,12 @@ def _require_saved(target: pt.LocalTarget, *names: str) -> None:
 @pytest.mark.parametrize(
     ("program", "number", "code", "states"),
     [
-        ("running", _INT, -_INT, ["Interrupted"]),
-        ("submitting", _TERM, -_TERM, ["Crashed", "Crashed"]),
-        ("running", _TERM, -_TERM, ["Crashed"]),
-        ("waiting", _TERM, -_TERM, ["Crashed", "Crashed"]),
-        ("waiting", _INT, -_INT, ["Interrupted", "Interrupted"]),
-        ("awaiting", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
+        ("search_in_thread", _INT, -_INT, ["Interrupted"]),
+        ("submit_search", _TERM, -_TERM, ["Crashed", "Crashed"]),
+        ("search_in_thread", _TERM, -_TERM, ["Crashed"]),
+        ("search_in_threads", _TERM, -_TERM, ["Crashed", "Crashed"]),
+        ("search_in_threads", _INT, -_INT, ["Interrupted", "Interrupted"]),
+        ("await_search", _TERM, 1, ["Crashed", "Crashed"]),  # as Prefect's asynchronous flows end
     ],
 )
 def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
@@ -310,7 +310,7 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
     tmp_path: Path,
 ) -> None:
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
-    names = ["e", "f"] if program == "waiting" else ["e"]
+    names = ["e", "f"] if program == "search_in_threads" else ["e"]
     earlier = {run.id for run in client.read_flow_runs()}
     with _python_process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
         _wait_until_training(target, log, *names)
@@ -326,21 +326,25 @@ def test_a_search_in_another_thread_saves_and_its_process_ends_as_by_the_signal(
 @pytest.mark.timeout(900)
 def test_a_signal_before_the_search_has_begun_ends_it(prefect_server: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with _python_process(str(_FLOWS), "checking", str(tmp_path / "runs"), url=prefect_server, log=log) as process:
+    with _python_process(
+        str(_FLOWS), "interrupt_check", str(tmp_path / "runs"), url=prefect_server, log=log
+    ) as process:
         assert process.wait(120) == -_INT, log.read_text()
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.long
-@pytest.mark.parametrize("program", long_after(1, ["main_thread", "training", "running"]))
+@pytest.mark.parametrize(
+    "program", long_after(1, ["search_in_main_thread", "train_in_main_thread", "search_in_thread"])
+)
 def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path
 ) -> None:
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     earlier = {run.id for run in client.read_flow_runs()}
     with _python_process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        _wait_until_training(target, log, "e", count=1 if program == "training" else 2)
+        _wait_until_training(target, log, "e", count=1 if program == "train_in_main_thread" else 2)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
         _cancel(client, run)
         assert process.wait(120) == 1, log.read_text()
@@ -351,7 +355,7 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", long_after(1, ["awaiting", "submitting", "tune"]))
+@pytest.mark.parametrize("program", long_after(1, ["await_search", "submit_search", "tune"]))
 def test_a_cancelled_run_saves_although_its_worker_was_killed(
     program: str, prefect_server: str, client: SyncPrefectClient, tmp_path: Path
 ) -> None:

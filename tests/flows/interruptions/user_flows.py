@@ -38,19 +38,19 @@ def search(target: str, experiment: str) -> None:
 
 
 @flow
-async def awaiting(target: str) -> None:
+async def await_search(target: str) -> None:
     """Search in a thread of the event loop, like in docs/own-flows.md."""
     await asyncio.to_thread(search, target, "e")
 
 
 @flow
-def submitting(target: str) -> None:
+def submit_search(target: str) -> None:
     """Search in a submitted task."""
     task(search).submit(target, "e").result()
 
 
 @flow
-def checking(target: str) -> None:
+def interrupt_check(target: str) -> None:
     """Interrupt the check of the arguments of a search in a submitted task."""
     check = validate_arguments
 
@@ -63,11 +63,11 @@ def checking(target: str) -> None:
         task(search).submit(target, "e").result()
 
 
-def main_thread(target: str) -> None:
+def search_in_main_thread(target: str) -> None:
     search(target, "e")
 
 
-def training(target: str) -> None:
+def train_in_main_thread(target: str) -> None:
     pt.durable_trainable(
         Fragile,
         {"step_seconds": 0.2, "x": 1},
@@ -78,14 +78,14 @@ def training(target: str) -> None:
     )
 
 
-def waiting(target: str) -> None:
+def search_in_threads(target: str) -> None:
     """Run two searches in threads, without a flow around them."""
     with ThreadPoolExecutor() as threads:
         for future in [threads.submit(search, target, name) for name in ("e", "f")]:
             future.result()
 
 
-async def running(target: str) -> None:
+async def search_in_thread(target: str) -> None:
     """Search in a thread of the event loop, without a flow around it."""
     await asyncio.to_thread(search, target, "e")
 

@@ -202,7 +202,7 @@ def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_tak
     flow_name: str, local_target: LocalTarget, caplog: pytest.LogCaptureFixture
 ) -> None:
     @task
-    def calling() -> None:
+    def call_search() -> None:
         if flow_name == "tune":
             run_search(local_target, [0.1])
         else:
@@ -211,7 +211,7 @@ def test_what_a_task_calls_logs_to_its_own_flow_run_and_its_attempts_are_not_tak
 
     @flow
     def parent() -> None:
-        calling()
+        call_search()
 
     parent()
     owners = owners_at(local_target, NAME).values()

@@ -30,20 +30,19 @@ def make_plan(**options: Any) -> SearchPlan:
 
 
 def begin_experiment(**options: Any) -> Experiment:
-    """An experiment as a run without `samples_per_run` describes it."""
-    return apply_events(
-        empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=make_plan(**options).settings)]
-    )
+    """Return an experiment after a run without `samples_per_run`."""
+    event = ExperimentConfigured(settings=make_plan(**options).settings)
+    return apply_events(empty_experiment(first_generation("nightly")), [event])
 
 
 def add_run(state: Experiment, run_id: str, **options: Any) -> Experiment:
-    """The experiment by its journal after a run with this id has opened it."""
+    """Return the experiment after a run with this id has acquired it."""
     plan, extensions = with_added_samples(make_plan(**options), state, lambda: run_id)
     return apply_events(state, [ExperimentConfigured(settings=plan.settings, extensions=extensions)])
 
 
 def _fail_on_request() -> str:
-    raise AssertionError("the name of the run was requested without need: that costs requests")
+    raise AssertionError("the id of the run was requested without need")
 
 
 def num_samples_of(state: Experiment) -> object:

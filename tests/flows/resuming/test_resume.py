@@ -305,11 +305,11 @@ def test_what_is_before_the_first_entry_cannot_be_forked(local_target: LocalTarg
 
 @pytest.mark.long
 def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_target: LocalTarget) -> None:
-    def no_journal_names_it(_config: object) -> None:
+    def report_error(_config: object) -> None:
         pt.report({"error": 1.0})
 
     run_search(local_target, num_samples=2)
-    run_search(local_target, "unnamed", no_journal_names_it, num_samples=1)
+    run_search(local_target, "unnamed", report_error, num_samples=1)
     with pytest.raises(pt.InvalidInput, match="has 2 already"):
         pt.resume("old", target=local_target, fork="new", num_samples=1)
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):

@@ -48,7 +48,6 @@ class WaitingRun:
         self.id: UUID = client.create_flow_run_from_deployment(deployment).id
 
     def call_in_run(self, act: Callable[[], object]) -> Any:
-        """Start the run, and call the function in it."""
         return run_flow(flow(name="asks")(act), flow_run=self._client.read_flow_run(self.id))
 
     def ask(self, form: type[RunInput]) -> None:
@@ -74,7 +73,7 @@ class WaitingRun:
         return self._client.read_flow_run_input(self.id, keyset["description"])
 
     def write_earlier_forms(self, forms: int) -> None:
-        """Write the stored inputs that many earlier forms leave behind."""
+        """Write the stored inputs of so many earlier forms."""
         for number in range(forms):
             for kind in ("schema", "description", "response"):
                 key = f"suspended-prefect-tune-{number:012}-{kind}"
@@ -87,7 +86,7 @@ def _do_nothing() -> None:
 
 @pytest.fixture
 def waiting_run(prefect_server: str) -> Iterator[WaitingRun]:
-    """The run of a deployment, which waits for forms."""
+    """A run of a deployment that waits for forms."""
     assert prefect_server
     with get_client(sync_client=True) as client:
         yield WaitingRun(client)
@@ -96,8 +95,7 @@ def waiting_run(prefect_server: str) -> Iterator[WaitingRun]:
 # The answer to the last form of a run, however many forms there were before.
 
 
-_MAX_INPUTS = 200
-"""So many Prefect lists at once, the oldest first."""
+_MAX_INPUTS = 200  # of one page of Prefect's list, the oldest first
 
 
 class _GoOn(RunInput):

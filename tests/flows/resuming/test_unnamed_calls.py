@@ -47,14 +47,14 @@ def experiment_names(folder: Path) -> set[str]:
 
 def test_the_first_call_has_the_id_of_the_run_and_all_calls_have_experiments_of_their_own(tmp_path: Path) -> None:
     @flow
-    def several() -> tuple[str, list[float], str]:
+    def run_searches() -> tuple[str, list[float], str]:
         results = [run_search(tmp_path, data) for data in (1, 2, 3)]
         training = pt.durable_trainable(report_loss, {"data": 4}, target=str(tmp_path), isolation="thread")
         assert training.metrics == {"loss": 4}
         assert len({result.experiment.name for result in results} | {training.experiment}) == 4
         return results[0].experiment.name, [loss_of(result) for result in results], str(flow_run.id)
 
-    first, losses, run = several()
+    first, losses, run = run_searches()
     assert (first, losses) == (run, [1, 2, 3])
     assert len(experiment_names(tmp_path)) == 4
 
@@ -63,18 +63,18 @@ def test_calls_by_tasks_are_found_again_when_the_flow_is_retried(tmp_path: Path)
     tries: list[dict[float, str]] = []
 
     @task
-    def searching(data: int) -> pt.Results:
+    def search_once(data: int) -> pt.Results:
         return run_search(tmp_path, data)
 
     @flow(retries=1)
-    def several() -> None:
+    def run_searches() -> None:
         order = [1, 2, 3] if not tries else [3, 1, 2]  # as threads may run them
-        results = [future.result() for future in searching.map(order)]
+        results = [future.result() for future in search_once.map(order)]
         tries.append({loss_of(result): result.experiment.name for result in results})
         if len(tries) == 1:
             raise ConnectionError
 
-    several()
+    run_searches()
     assert tries[0] == tries[1]
     assert set(tries[0]) == {1, 2, 3}
     assert len(experiment_names(tmp_path)) == 3
@@ -85,17 +85,17 @@ def test_a_task_that_is_retried_finds_its_experiment_and_may_call_twice(tmp_path
     tries: list[list[str]] = []
 
     @task(retries=1)
-    def searching() -> None:
+    def search_once() -> None:
         tries.append([run_search(tmp_path, data).experiment.name for data in (1, 2)])
         if len(tries) == 1:
             raise ConnectionError
 
     @flow
-    def calling() -> None:
-        searching()
-        searching()
+    def call_twice() -> None:
+        search_once()
+        search_once()
 
-    calling()
+    call_twice()
     assert tries[0] == tries[1]
     assert len({name for names in tries for name in names}) == len(experiment_names(tmp_path)) == 4
 
@@ -104,12 +104,12 @@ def test_a_retried_task_without_a_flow_finds_its_experiment(tmp_path: Path) -> N
     names: list[str] = []
 
     @task(retries=1)
-    def searching() -> None:
+    def search_once() -> None:
         names.append(run_search(tmp_path).experiment.name)
         if len(names) == 1:
             raise ConnectionError
 
-    searching()
+    search_once()
     assert names[0] == names[1]
 
 
@@ -123,7 +123,7 @@ def wait_and_report(config: Mapping[str, Any]) -> None:
 
 
 def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tmp_path: Path) -> None:
-    def second() -> None:
+    def search_second() -> None:
         assert _is_running.wait(120)
         try:
             run_search(tmp_path, 1, trainable=wait_and_report)
@@ -131,11 +131,11 @@ def test_calls_at_the_same_time_that_only_their_order_tells_apart_are_refused(tm
             _may_end.set()
 
     @flow
-    async def both() -> Sequence[Any]:
+    async def run_both() -> Sequence[Any]:
         first = partial(run_search, tmp_path, 1, trainable=wait_and_report)
-        return await asyncio.gather(asyncio.to_thread(first), asyncio.to_thread(second), return_exceptions=True)
+        return await asyncio.gather(asyncio.to_thread(first), asyncio.to_thread(search_second), return_exceptions=True)
 
-    results, error = asyncio.run(both())
+    results, error = asyncio.run(run_both())
     assert isinstance(error, InvalidInput)
     assert "Pass experiment=" in str(error)
     assert experiment_names(tmp_path) == {results.experiment.name}
@@ -155,13 +155,13 @@ def test_a_retry_that_calls_in_another_order_finds_the_experiment_of_each_call(t
     tries: list[dict[str, str]] = []
 
     @flow(retries=1)
-    def several() -> None:
+    def run_searches() -> None:
         order = ["small", "large"] if not tries else ["new", "large", "small"]
         tries.append({data: _search_with_closure(tmp_path, data).experiment.name for data in order})
         if len(tries) == 1:
             raise ConnectionError
 
-    several()
+    run_searches()
     first, second = tries
     assert {data: second[data] for data in first} == first
     assert len(experiment_names(tmp_path)) == 3
@@ -174,12 +174,12 @@ def _report_and_fail(config: Mapping[str, Any]) -> None:
 
 def test_a_retry_whose_first_call_is_another_one_does_not_take_over_an_unfinished_experiment(tmp_path: Path) -> None:
     @flow(retries=1)
-    def several() -> None:
+    def run_searches() -> None:
         data = 1 if flow_run.run_count == 1 else 2
         run_search(tmp_path, data, _report_and_fail)
 
     with pytest.raises(InvalidInput, match=r"an earlier try of this run began '.*' by a call without a name.*pass"):
-        several()
+        run_searches()
     assert len(experiment_names(tmp_path)) == 1
 
 

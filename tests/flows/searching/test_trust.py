@@ -41,19 +41,19 @@ def attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Untrusted:
 
 
 def resume_from_code(target: StorageTarget, **options: Any) -> object:
-    """Resume as a script does; a refusal comes before any request to Prefect."""
+    """Resume like a script; a refusal comes before any request to Prefect."""
     return resume.fn("e", target=target, **options)
 
 
 def resume_from_form(target: StorageTarget, **options: Any) -> object:
-    """Resume with JSON parameters, as a form, a schedule and an automation do."""
+    """Resume with JSON parameters, like a form, a schedule or an automation."""
     parameters = json.loads(json.dumps({"experiment": "e", "target": target.uri, **options}))
     return resume.fn(**resume.validate_parameters(parameters))
 
 
-def arguments_for(road: str) -> Mapping[str, str]:
-    """The arguments that the user passes: all except those of the tested road."""
-    return {} if "trainable" in road else {"trainable": TRAIN}
+def arguments_for(vector: str) -> Mapping[str, str]:
+    """Return the arguments that the user passes: all except those of the tested vector."""
+    return {} if "trainable" in vector else {"trainable": TRAIN}
 
 
 def require_untouched(attacker: Untrusted) -> None:
@@ -62,57 +62,58 @@ def require_untouched(attacker: Untrusted) -> None:
 
 
 @pytest.mark.parametrize("call", [resume_from_code, resume_from_form])
-@pytest.mark.parametrize("road", [road for road in VECTORS if road not in ("scheduler", "search")])
+@pytest.mark.parametrize("vector", [vector for vector in VECTORS if vector not in ("scheduler", "search")])
 def test_what_a_journal_chooses_is_neither_imported_nor_opened(
-    road: str, call: Callable[..., object], attacker: Untrusted
+    vector: str, call: Callable[..., object], attacker: Untrusted
 ) -> None:
-    attacker.forge(road)
+    attacker.forge(vector)
     with pytest.raises((UnsafePayload, pt.InvalidInput)):
-        call(attacker.target, **arguments_for(road))
+        call(attacker.target, **arguments_for(vector))
     require_untouched(attacker)
 
 
 _LATE = ("trainable", "trainable of the standard library", "syncer", "place of artifacts", "scheduler", "search")
-"""Roads whose code would run late; that of the others would run before any request to Prefect: see the test above."""
+"""Vectors whose code would run late; the test above covers the others, which would run before any request."""
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 @pytest.mark.parametrize(
-    "road", long_after(2, [pytest.param(road, marks=[] if road in _LATE else pytest.mark.deep) for road in VECTORS])
+    "vector",
+    long_after(2, [pytest.param(vector, marks=[] if vector in _LATE else pytest.mark.deep) for vector in VECTORS]),
 )
-def test_a_flow_run_runs_nothing_that_a_journal_chooses(road: str, attacker: Untrusted) -> None:
-    attacker.forge(road)
+def test_a_flow_run_runs_nothing_that_a_journal_chooses(vector: str, attacker: Untrusted) -> None:
+    attacker.forge(vector)
     with pytest.raises((UnsafePayload, pt.InvalidInput)):
-        pt.resume("e", target=attacker.target, **arguments_for(road))
+        pt.resume("e", target=attacker.target, **arguments_for(vector))
     require_untouched(attacker)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
-@pytest.mark.parametrize("road", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
-def test_a_fork_of_such_a_journal_runs_nothing_either(road: str, attacker: Untrusted) -> None:
-    attacker.forge(road)
+@pytest.mark.parametrize("vector", ["trainable", pytest.param("sample_from", marks=pytest.mark.deep)])
+def test_a_fork_of_such_a_journal_runs_nothing_either(vector: str, attacker: Untrusted) -> None:
+    attacker.forge(vector)
     with pytest.raises(UnsafePayload, match="experiment 'e'"):  # refused before the fork is written
         pt.resume("e", target=attacker.target, fork="copy")
     assert not attacker.marker.exists()
     require_untouched(attacker)
 
 
-def settings_of_all_roads(attacker: Untrusted) -> Mapping[str, Any]:
-    """Settings that take all roads at once."""
-    roads = ("trainable", "sample_from", "stop", "callbacks", "syncer", "command of a worker")
-    return {name: value for road in roads for name, value in VECTORS[road](attacker.module, "x").items()}
+def settings_of_all_vectors(attacker: Untrusted) -> Mapping[str, Any]:
+    """Return settings with all vectors at once."""
+    vectors = ("trainable", "sample_from", "stop", "callbacks", "syncer", "command of a worker")
+    return {name: value for vector in vectors for name, value in VECTORS[vector](attacker.module, "x").items()}
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_is_called_again_or_learns_takes_nothing_from_a_journal(attacker: Untrusted) -> None:
     for name in ("mine", "theirs"):
-        write_settings(attacker.target, name, settings_of_all_roads(attacker))
+        write_settings(attacker.target, name, settings_of_all_vectors(attacker))
     assert count_completed(begin_search(attacker.target, experiment="mine", warm_start=["theirs"])) == 1
     require_untouched(attacker)
 
 
-def refusal_message(target: StorageTarget, **options: Any) -> str:
-    """Resume `e`, require a refusal, and return its message."""
+def refusal_of(target: StorageTarget, **options: Any) -> str:
+    """Require that a resume of `e` is refused; return the message."""
     with pytest.raises(UnsafePayload) as caught:
         resume.fn("e", target=target, **options)
     return str(caught.value)
@@ -121,7 +122,7 @@ def refusal_message(target: StorageTarget, **options: Any) -> str:
 def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(attacker: Untrusted) -> None:
     space = {"x": {"sample_from": "theirs.spaces:width"}}
     write_settings(attacker.target, "e", {"trainable": "theirs.train:Net", "space": space, "num_samples": 1})
-    message = refusal_message(attacker.target)
+    message = refusal_of(attacker.target)
     assert f"experiment 'e' at {attacker.target.uri}" in message
     assert "can be written by others (drwxrwxrwx" in message
     assert "  trainable: 'theirs.train:Net'" in message
@@ -129,14 +130,13 @@ def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(attacker: U
     call = f"pt.resume('e', target={attacker.target.uri!r}, trainable='theirs.train:Net', space={space!r})"
     assert call in message
     assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in message
-    assert "trainable" not in refusal_message(attacker.target, trainable=train)
+    assert "trainable" not in refusal_of(attacker.target, trainable=train)
 
 
 def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
     (example,) = [block.code for block in blocks_of(ROOT / "docs" / "trust.md")]
-    experiment = Experiment(
-        key=JournalKey(experiment="digits", generation=1), settings={"trainable": "my_project.train:Net"}
-    )
+    settings = {"trainable": "my_project.train:Net"}
+    experiment = Experiment(key=JournalKey(experiment="digits", generation=1), settings=settings)
     with pytest.raises(UnsafePayload) as caught:
         require_trusted_code(S3Target(bucket="bucket", prefix="runs"), experiment, (), ())
     assert example.split() == str(caught.value).split()
@@ -144,38 +144,36 @@ def test_the_refusal_on_the_page_is_the_one_that_is_raised() -> None:
 
 def test_a_refusal_does_not_repeat_the_variables_of_a_job(attacker: Untrusted) -> None:
     attacker.forge("command of a worker", trial_job_variables={})
-    message = refusal_message(attacker.target, trainable=train)
+    message = refusal_of(attacker.target, trainable=train)
     assert "'command'" in message
     assert "touch" not in message
 
 
 def test_what_the_person_passes_is_not_asked_of_the_journal(attacker: Untrusted) -> None:
-    write_settings(attacker.target, "e", settings_of_all_roads(attacker))
+    write_settings(attacker.target, "e", settings_of_all_vectors(attacker))
     arguments: dict[str, Any] = {"trainable": train, "space": {}, "stop": {}, "callbacks": [], "sync": pt.SyncConfig()}
-    assert "trial_job_variables" in refusal_message(attacker.target, **arguments)
+    assert "trial_job_variables" in refusal_of(attacker.target, **arguments)
     for name in arguments:
         rest = {other: value for other, value in arguments.items() if other != name}
-        assert f"  {name}: " in refusal_message(attacker.target, **rest)
+        assert f"  {name}: " in refusal_of(attacker.target, **rest)
     assert not attacker.marker.exists()
 
 
 @pytest.mark.parametrize("name", ["subprocess:call", "$(touch x):y", "a\nb:c"])
 def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(name: str, attacker: Untrusted) -> None:
     write_settings(attacker.target, "e", {"trainable": name, "num_samples": 1})
-    message = refusal_message(attacker.target)
+    message = refusal_of(attacker.target)
     assert f"  trainable: {name!r}" in message
     assert "trusted_packages" not in message
     assert f"{TRUSTED_PACKAGES}=" not in message
 
 
 def fork_experiment(target: StorageTarget, name: str, copy: str) -> None:
-    """Fork as the task does."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         fork_point = load_fork_point(store, first_generation(name), None)
         owner = Owner(name="a person", host="here", pid=1)
-        fork = begin_fork(
-            store, first_generation(copy), fork_point.origin, owner, stamp := WriteStamp(write_id=copy, at="")
-        )
+        stamp = WriteStamp(write_id=copy, at="")
+        fork = begin_fork(store, first_generation(copy), fork_point.origin, owner, stamp)
         complete_fork(store, fork_point, fork, stamp)
 
 
@@ -205,11 +203,9 @@ def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(a
     experiment = Experiment(key=JournalKey(experiment="e", generation=1), settings=settings, warm_starts={location: 1})
     require_trusted_code(attacker.target, experiment, ["trainable"], ())
     with pytest.raises(UnsafePayload, match="warm_start: 's3://theirs/first'"):
-        require_trusted_code(target_with_key(attacker), experiment, ["trainable"], ())
-    key = KEY.get_secret_value().encode()
-    require_trusted_code(
-        target_with_key(attacker), experiment.model_copy(update={"settings": add_signature(settings, "e", key)}), (), ()
-    )
+        require_trusted_code(signing_target(attacker), experiment, ["trainable"], ())
+    settings = dict(add_signature(settings, "e", KEY.get_secret_value().encode()))
+    require_trusted_code(signing_target(attacker), experiment.model_copy(update={"settings": settings}), (), ())
 
 
 # ---------------------------------------------------------------------------------------- accepted resumes
@@ -218,14 +214,12 @@ def test_what_is_to_be_signed_holds_no_place_that_only_a_journal_says_was_read(a
 def begin_search(target: StorageTarget, **options: Any) -> pt.Results:
     common: dict[str, Any] = {"num_samples": 1, "metric": "loss", "isolation": "thread"}
     space = {"x": {"sample_from": "tests.fakes.untrusted:two"}} if options.pop("computes", False) else {"x": 1.0}
-    results: pt.Results = pt.tune(TRAIN, space, target=target, **{"experiment": "e", **common, **options})
-    return results
+    return pt.tune(TRAIN, space, target=target, **{"experiment": "e", **common, **options})
 
 
 def count_completed(results: pt.Results) -> int:
-    finished = [trial for trial in results.trials.values() if trial.status is Status.COMPLETED]
-    assert len(finished) == len(results.trials)
-    return len(finished)
+    assert {trial.status for trial in results.trials.values()} <= {Status.COMPLETED}
+    return len(results.trials)
 
 
 @pytest.mark.long
@@ -254,9 +248,9 @@ def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
 
 
 def test_a_trusted_package_covers_code_and_neither_places_nor_commands(attacker: Untrusted) -> None:
-    for road in ("place of artifacts", "warm start", "command of a worker", "deployment"):
-        attacker.forge(road)
-        message = refusal_message(attacker.target, trusted_packages=["tests", attacker.module])
+    for vector in ("place of artifacts", "warm start", "command of a worker", "deployment"):
+        attacker.forge(vector)
+        message = refusal_of(attacker.target, trusted_packages=["tests", attacker.module])
         assert "(no package)" in message
         assert "  trainable: " not in message
 
@@ -286,48 +280,48 @@ def test_a_folder_that_others_can_write_to_is_not_ones_own(
         path = Path(local_target.path, below)
         mode = path.stat().st_mode
         path.chmod(mode | bits)
-        assert f"{path} can be written by others" in refusal_message(local_target)
+        assert f"{path} can be written by others" in refusal_of(local_target)
         path.chmod(mode)
 
 
 def test_a_mount_that_may_hang_is_shared(local_target: LocalTarget) -> None:
     write_settings(local_target, "e", {"trainable": "theirs:Net", "num_samples": 1})
-    assert "the target is a network mount" in refusal_message(local_target.model_copy(update={"may_hang": True}))
+    assert "the target is a network mount" in refusal_of(local_target.model_copy(update={"may_hang": True}))
 
 
 # ---------------------------------------------------------------------------------------------- signatures
 
 
-def target_with_key(attacker: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
+def signing_target(attacker: Untrusted, key: SecretStr | None = KEY) -> LocalTarget:
     return LocalTarget(path=attacker.target.path, signing_key=key)
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_signed_journal_is_resumed_by_name_alone_with_all_that_it_chooses(attacker: Untrusted) -> None:
     begin_search(
-        target_with_key(attacker),
+        signing_target(attacker),
         computes=True,
         stop={"loss": 9.0},
         scheduler={"ASHA": {"max_t": 9, "variant": "stopping"}},
     )
-    assert count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=2)) == 2
+    assert count_completed(pt.resume("e", target=signing_target(attacker), num_samples=2)) == 2
     assert (
-        count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=3, stop={"step": 4})) == 3
+        count_completed(pt.resume("e", target=signing_target(attacker), num_samples=3, stop={"step": 4})) == 3
     )  # it was signed again
-    assert count_completed(pt.resume("e", target=target_with_key(attacker), fork="copy", num_samples=4)) == 4
-    assert count_completed(pt.resume("copy", target=target_with_key(attacker), num_samples=5)) == 5
-    assert "does not match the target's signing_key" in refusal_message(
-        target_with_key(attacker, SecretStr("another user's long key"))
+    assert count_completed(pt.resume("e", target=signing_target(attacker), fork="copy", num_samples=4)) == 4
+    assert count_completed(pt.resume("copy", target=signing_target(attacker), num_samples=5)) == 5
+    assert "does not match the target's signing_key" in refusal_of(
+        signing_target(attacker, SecretStr("another user's long key"))
     )
 
 
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_signature_survives_a_run_without_the_key_that_changes_nothing(attacker: Untrusted) -> None:
-    begin_search(target_with_key(attacker))
+    begin_search(signing_target(attacker))
     begin_search(attacker.target)
-    assert count_completed(pt.resume("e", target=target_with_key(attacker), num_samples=2)) == 2
+    assert count_completed(pt.resume("e", target=signing_target(attacker), num_samples=2)) == 2
     begin_search(attacker.target, num_samples=3)
-    assert "the signature of its settings is missing" in refusal_message(target_with_key(attacker))
+    assert "the signature of its settings is missing" in refusal_of(signing_target(attacker))
 
 
 _SETTINGS: Mapping[str, Any] = {"trainable": TRAIN, "space": {"x": 1.0}, "num_samples": 1}
@@ -349,7 +343,7 @@ def test_a_signature_that_is_wrong_or_missing_or_of_another_experiment_is_refuse
     settings: Mapping[str, Any], problem: str, attacker: Untrusted
 ) -> None:
     write_settings(attacker.target, "e", settings)
-    message = refusal_message(target_with_key(attacker), trusted_packages=["tests"])  # with a key these are not enough
+    message = refusal_of(signing_target(attacker), trusted_packages=["tests"])  # with a key these are not enough
     assert f"the signature of its settings {problem}" in message
     assert "trusted_packages" not in message
     assert "trainable" in message

@@ -60,16 +60,15 @@ def raise_key_error(config: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("no_prefect_server")
 def test_a_search_that_only_fails_ends_after_three_errors_that_are_alike_and_goes_on_if_asked(tmp_path: Path) -> None:
     options: dict[str, Any] = {"space": {"x": pt.uniform(0, 1)}, "stop": None, "max_concurrent_trials": 1}
-    options |= {"isolation": "thread"}
-    with pytest.raises(
-        pt.SearchFailed, match=r"3 of 3 trials errored, all with: KeyError: 'missing' \(test_tune"
-    ) as failed:
+    options["isolation"] = "thread"
+    message = r"3 of 3 trials errored, all with: KeyError: 'missing' \(test_tune"
+    with pytest.raises(pt.SearchFailed, match=message) as failed:
         run_search(tmp_path, raise_key_error, num_samples=9, **options)
     results: Any = failed.value.results
     error = summarize_error(results.trials["00000"].end_reason)
     assert results.experiment.stop_reason == make_reason("same-errors", count=3, error=error)
-    search_again = lambda: run_search(tmp_path, raise_key_error, num_samples=5, fail_fast=False, **options)  # noqa: E731 - passed on
-    assert statuses(results_of_failed(search_again)) == ["errored"] * 5
+    again = {"num_samples": 5, "fail_fast": False, **options}
+    assert statuses(results_of_failed(lambda: run_search(tmp_path, raise_key_error, **again))) == ["errored"] * 5
     assert statuses(run_search(tmp_path, train, num_samples=6, **options)) == [*["errored"] * 5, "completed"]
 
 
@@ -108,9 +107,8 @@ def test_a_resume_of_what_is_not_there_is_an_error_and_no_fresh_start(tmp_path: 
 def test_what_cannot_be_done_is_said_before_anything_is_written(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    trainable = options.pop("trainable", Moody)
     with pytest.raises(pt.InvalidInput, match=message):
-        run_search(tmp_path, trainable, **options)
+        run_search(tmp_path, **options)
     assert not (tmp_path / "target").exists()
 
 
@@ -120,8 +118,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(
 def search_by_metric(target: LocalTarget, metric: str, **options: Any) -> pt.Results:
     common: Mapping[str, Any] = {"experiment": "e", "isolation": "thread", "max_concurrent_trials": 1, "num_samples": 3}
     more = {"trainable": Moody, "space": {"x": pt.uniform(0, 1)}, "stop": {"step": 4}, **common, **options}
-    found: pt.Results = pt.tune(target=target, metric=metric, **more)
-    return found
+    return pt.tune(target=target, metric=metric, **more)
 
 
 def ends_of(results: pt.Results) -> list[tuple[str, int]]:
@@ -193,8 +190,7 @@ def test_only_the_trials_that_report_no_number_for_the_metric_error(
 def test_a_search_whose_stop_needs_a_metric_that_no_report_has_fails_and_continues_with_another(
     local_target: LocalTarget,
 ) -> None:
-    search = lambda: search_by_metric(local_target, "loss", stop={"stepp": 4}, num_samples=9)  # noqa: E731 - passed on
-    results = results_of_failed(search)
+    results = results_of_failed(lambda: search_by_metric(local_target, "loss", stop={"stepp": 4}, num_samples=9))
     assert ends_of(results) == [("errored", 1)] * 3
     expected = "stop: expected metric 'stepp' in each report, found only ['loss']; did you mean 'step'?"
     assert all(expected in error for error in results.errors.values())
@@ -234,7 +230,7 @@ def test_a_function_of_the_script_itself_is_taken_along(trouble: Trouble) -> Non
     assert trouble.run(steps=None).metrics == {"score": 6}
 
 
-def _seventh(metrics: Mapping[str, object]) -> bool:
+def _is_seventh(metrics: Mapping[str, object]) -> bool:
     return metrics["count"] == 7
 
 
@@ -245,8 +241,8 @@ def _seventh(metrics: Mapping[str, object]) -> bool:
         [
             ([{"step": 50}, MaxSteps(9) | Plateau("loss", std=0.02, reports=3)], 8),
             ({"count": 6, "step": 9}, 6),
-            (_seventh, 7),
-            ("tests.flows.searching.test_tune:_seventh", 7),
+            (_is_seventh, 7),
+            ("tests.flows.searching.test_tune:_is_seventh", 7),
         ],
     ),
 )
