@@ -49,12 +49,12 @@ ALMOST_ONE = 1 - 2**-53
 COUNT = 2000
 
 
-def drawn(domain: Range) -> list[float]:
+def draw_many(domain: Range) -> list[float]:
     return [domain.draw_at(seeded_random.draw_uniform(7, "a test", number)) for number in range(COUNT)]
 
 
-def farthest_from(distribution: Callable[[float], float], values: list[float]) -> float:
-    """The Kolmogorov-Smirnov distance times the root of the count: above 1.95 once in a thousand runs."""
+def kolmogorov_smirnov(distribution: Callable[[float], float], values: list[float]) -> float:
+    """Return the distance times the root of the count: above 1.95 once in a thousand runs."""
     ranked = enumerate(sorted(values))
     gaps = [max((rank + 1) / COUNT - distribution(value), distribution(value) - rank / COUNT) for rank, value in ranked]
     return max(gaps) * math.sqrt(COUNT)
@@ -72,7 +72,7 @@ def farthest_from(distribution: Callable[[float], float], values: list[float]) -
     ids=lambda value: repr(value) if isinstance(value, Range) else "",
 )
 def test_draws_have_the_distribution_that_the_name_says(domain: Range, distribution: Callable[[float], float]) -> None:
-    assert farthest_from(distribution, drawn(domain)) < 1.95
+    assert kolmogorov_smirnov(distribution, draw_many(domain)) < 1.95
 
 
 @pytest.mark.parametrize(
@@ -85,23 +85,23 @@ def test_draws_have_the_distribution_that_the_name_says(domain: Range, distribut
     ids=repr,
 )
 def test_every_value_is_as_likely_as_the_others_the_ends_too(domain: Range, values: list[float]) -> None:
-    found = Counter(drawn(domain))
-    assert sorted(found) == values
+    counts = Counter(draw_many(domain))
+    assert sorted(counts) == values
     expected = COUNT / len(values)
-    assert sum((each - expected) ** 2 / expected for each in found.values()) < 18  # chi squared: p > 0.001
+    assert sum((count - expected) ** 2 / expected for count in counts.values()) < 18  # chi squared: p > 0.001
 
 
 @pytest.mark.parametrize("domain", [qloguniform(2, 16, 2), qlograndint(2, 16, 2)], ids=repr)
 def test_a_rounded_log_draw_is_as_likely_as_the_numbers_that_round_to_it(domain: Range) -> None:
-    found = Counter(drawn(domain))
-    assert sorted(found) == [2, 4, 6, 8, 10, 12, 14, 16]
-    for value, times in found.items():
+    counts = Counter(draw_many(domain))
+    assert sorted(counts) == [2, 4, 6, 8, 10, 12, 14, 16]
+    for value, count in counts.items():
         share = math.log((value + 1) / (value - 1)) / math.log(17)
-        assert abs(times / COUNT - share) < 3.3 * math.sqrt(share * (1 - share) / COUNT)
+        assert abs(count / COUNT - share) < 3.3 * math.sqrt(share * (1 - share) / COUNT)
 
 
 def test_a_rounded_normal_draw_is_centred_and_spread_as_the_normal_one() -> None:
-    values = drawn(qrandn(10, 2, 0.5))
+    values = draw_many(qrandn(10, 2, 0.5))
     assert {value % 0.5 for value in values} == {0.0}
     assert abs(fmean(values) - 10) < 0.15
     assert abs(pstdev(values) - 2) < 0.1
@@ -194,9 +194,7 @@ def test_the_nearest_value_is_within_the_ends_and_on_a_step(domain: Range, value
         (qrandn(0, 1, 0.5), [1e300, 0.5], [0.3, "1"]),
     ],
 )
-def test_a_domain_knows_what_a_configuration_may_have(
-    domain: Range, inside: list[object], outside: list[object]
-) -> None:
+def test_a_domain_knows_what_a_configuration_may_have(domain: Range, inside: list[Any], outside: list[Any]) -> None:
     assert [value for value in inside if not domain.contains(value)] == []
     assert [value for value in outside if domain.contains(value)] == []
 
@@ -235,7 +233,7 @@ def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: uniform(1, 1), r"uniform\(1.0, 1.0\): expected low < high, since high is exclusive"),
         (
@@ -264,13 +262,12 @@ def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
         (lambda: qrandn(0, 1, 1e-17), r"expected at most 2\^53 steps"),
     ],
 )
-def test_a_domain_that_cannot_be_is_refused_with_what_is_wrong(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_a_domain_that_cannot_be_is_refused_with_what_is_wrong(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         make()
 
 
 # What each call draws here and in Ray Tune: the table of the page on search spaces.
-
 
 BY_RAY = {
     "uniform(0, 1)": "from 0 to 1",
@@ -301,33 +298,26 @@ BY_RAY = {
     "sample_from(lambda: 3)": "3",
 }
 """Each call, and what Ray Tune 2.60 drew for it: `generate_variants` of 600 seeds was run once for each."""
-_DRAWS = 1000
-_MOST_VALUES = 10
 
 
-def result_of(call: str) -> str:
-    """What `call` of `pt` draws at evenly spaced quantiles, or the first thing that its refusal expects."""
+def describe_draws(call: str) -> str:
+    """Return what `call` of `pt` draws at evenly spaced quantiles, or what its error expects."""
     try:
         node = eval(call, dict(vars(domains)))
-    except InvalidInput as refused:
-        return f"refused: {re.findall('expected [^,;:]+', str(refused))[0]}"
+    except InvalidInput as error:
+        return f"refused: {re.findall('expected [^,;:]+', str(error))[0]}"
     space = validate_space({"x": node})
-    count = len(node.options) if isinstance(node, domains.Grid) else _DRAWS
-    quantiles = [index / count for index in range(count)] + [1 - 2**-53]
+    count = len(node.options) if isinstance(node, domains.Grid) else 1000
+    quantiles = [index / count for index in range(count)] + [ALMOST_ONE]
     values = [resolve_space(space, lambda _, domain, at=at: domain.draw_at(at))["x"] for at in quantiles]  # type: ignore[misc]  # of a loop
-    different = list(dict.fromkeys(values))
-    if len(different) <= _MOST_VALUES:
-        return ", ".join(map(str, different))
-    return f"from {values[0]:g} to {values[-1]:g}"
-
-
-def drawn_or_refused_table() -> str:
-    rows = [f"| `{call}` | {result_of(call)} | {by_ray} |" for call, by_ray in BY_RAY.items()]
-    return "\n".join(["| call | here | Ray Tune 2.60 |", "|---|---|---|", *rows])
+    distinct = list(dict.fromkeys(values))
+    return ", ".join(map(str, distinct)) if len(distinct) <= 10 else f"from {values[0]:g} to {values[-1]:g}"
 
 
 def test_the_page_on_search_spaces_says_what_each_call_draws_or_that_it_is_refused() -> None:
-    assert drawn_or_refused_table() in (ROOT / "docs" / "search-spaces.md").read_text()
+    rows = [f"| `{call}` | {describe_draws(call)} | {by_ray} |" for call, by_ray in BY_RAY.items()]
+    table = "\n".join(["| call | here | Ray Tune 2.60 |", "|---|---|---|", *rows])
+    assert table in (ROOT / "docs" / "search-spaces.md").read_text()
 
 
 def test_what_the_page_says_below_the_table_is_refused_too() -> None:
@@ -368,7 +358,7 @@ def test_each_domain_is_an_object_with_its_name_for_the_only_key(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("node", "means"),
+    ("node", "expected"),
     [
         ({"uniform": {"low": 0, "high": 1}}, uniform(0, 1)),
         ({"randn": []}, randn()),
@@ -387,8 +377,8 @@ def test_each_domain_is_an_object_with_its_name_for_the_only_key(name: str) -> N
     ],
     ids=repr,
 )
-def test_an_object_is_a_domain_or_a_space_of_its_own(node: object, means: object) -> None:
-    assert space_from_json({"x": node}) == {"x": means}
+def test_an_object_is_a_domain_or_a_space_of_its_own(node: object, expected: object) -> None:
+    assert space_from_json({"x": node}) == {"x": expected}
 
 
 def test_the_outermost_object_is_always_one_of_parameters() -> None:
@@ -404,16 +394,16 @@ def test_every_space_survives_json(space: dict[str, object]) -> None:
 
 
 def test_a_function_is_written_by_its_name_and_found_by_who_allows_it() -> None:
-    asked: list[str] = []
+    loaded: list[str] = []
     path = f"{__name__}:width"
 
     def load(name: str) -> Function:
-        asked.append(name)
+        loaded.append(name)
         return width
 
     assert space_to_json({"w": sample_from(width)}) == {"w": {"sample_from": path}}
     space: dict[str, Any] = space_from_json({"w": {"sample_from": path}}, load)
-    assert asked == [path]
+    assert loaded == [path]
     assert space["w"].function is width
     assert repr(space["w"]) == f"sample_from({path})"
     assert space_to_json(space) == {"w": {"sample_from": path}}
@@ -439,7 +429,7 @@ def test_a_function_without_a_name_to_find_it_by_cannot_be_written(function: obj
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ([1], r'space: expected an object such as \{"lr": \{"uniform": \[0, 1\]\}\}, found \[1\]'),
         (
@@ -465,6 +455,6 @@ def test_a_function_without_a_name_to_find_it_by_cannot_be_written(function: obj
         ({"a": {3: [1]}}, "^space.a: expected text for a key"),
     ],
 )
-def test_a_document_that_is_no_space_is_refused_with_where_and_what_is_expected(document: object, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_a_document_that_is_no_space_is_refused_with_where_and_what_is_expected(document: object, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         space_from_json(document)

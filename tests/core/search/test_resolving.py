@@ -44,26 +44,26 @@ from prefect_tune.core.values import canonical_json
 from tests.fakes.searches.spaces import QUANTILES, spaces
 
 
-def seeded(seed: int) -> Draw:
+def draw_by_seed(seed: int) -> Draw:
     return lambda name, domain: domain.draw_at(seeded_random.draw_uniform(seed, name))
 
 
-def noted(asked: list[str], value: object) -> Callable[..., Any]:
-    """A function that returns `value` and records its first argument."""
+def make_recorder(names: list[str], value: object) -> Callable[..., Any]:
+    """Return a function that returns `value` and records its first argument."""
 
-    def note(name: object, *_: object) -> object:
-        asked.append(str(name))
+    def record(name: object, *_: object) -> object:
+        names.append(str(name))
         return value
 
-    return note
+    return record
 
 
-def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
+def resolve(space: Mapping[str, object], **draws: float) -> dict[str, object]:
     """Resolve with these draws; any other draw is an error."""
-    return resolve_space(validate_space(space), lambda name, _: drawn[name])
+    return resolve_space(validate_space(space), lambda name, _: draws[name])
 
 
-# ------------------------------------------------------------------------------------------------------- choices
+# Choices.
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def resolved(space: Mapping[str, object], **drawn: float) -> dict[str, object]:
     ids=repr,
 )
 def test_options_are_drawn_alike_or_by_their_weights(domain: Choice, shares: list[float]) -> None:
-    found = Counter(domain.draw_at(seeded_random.draw_uniform(1, "options", number)) for number in range(2000))
-    assert [abs(found[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
-    assert [found[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
+    counts = Counter(domain.draw_at(seeded_random.draw_uniform(1, "options", number)) for number in range(2000))
+    assert [abs(counts[index] / 2000 - share) < 0.035 for index, share in enumerate(shares)] == [True] * len(shares)
+    assert [counts[index] > 0 for index in range(len(shares))] == [share > 0 for share in shares]
 
 
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any), QUANTILES)
@@ -87,7 +87,7 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: choice([]), r"choice\(\[\]\): expected at least one option"),
         (lambda: grid_search([]), r"grid_search\(\[\]\): expected at least one option"),
@@ -114,17 +114,16 @@ def test_an_option_without_weight_is_never_drawn(weights: list[float], quantile:
         (lambda: validate_space({"a": b"x"}), r"space.a: expected a value or a domain, found b'x' \(bytes\)"),
     ],
 )
-def test_what_no_configuration_can_hold_is_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_what_no_configuration_can_hold_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         make()
 
 
 def test_a_domain_shows_the_call_that_makes_it() -> None:
-    assert (
-        repr(choice([1, {"a": uniform(0, 1)}], [1, 2])) == "choice([1, {'a': uniform(0.0, 1.0)}], weights=[1.0, 2.0])"
-    )
+    domain = choice([1, {"a": uniform(0, 1)}], [1, 2])
+    assert repr(domain) == "choice([1, {'a': uniform(0.0, 1.0)}], weights=[1.0, 2.0])"
     assert repr(grid_search((1, None))) == "grid_search([1, None])"
-    assert repr(sample_from(seeded)) == "sample_from(seeded)"
+    assert repr(sample_from(draw_by_seed)) == "sample_from(draw_by_seed)"
 
 
 def test_a_domain_does_not_change_with_the_list_it_was_made_of() -> None:
@@ -143,8 +142,8 @@ def test_a_domain_is_a_value_that_never_changes_and_equals_its_like(domain: Doma
 
 
 def test_everything_but_domains_becomes_plain_json() -> None:
-    made = to_plain_node({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
-    assert canonical_json(made) == b'{"b":true,"f":0.5,"n":null,"s":"x","t":[1,2]}'
+    node = to_plain_node({"t": (1, np.int64(2)), "f": np.float32(0.5), "b": True, "n": None, "s": np.str_("x")}, "here")
+    assert canonical_json(node) == b'{"b":true,"f":0.5,"n":null,"s":"x","t":[1,2]}'
 
 
 def test_every_domain_is_found_wherever_it_stands() -> None:
@@ -156,7 +155,7 @@ def test_every_domain_is_found_wherever_it_stands() -> None:
     assert not has_grid([outer])
 
 
-# ----------------------------------------------------------------------------------------------------- resolving
+# Resolving.
 
 
 def test_constants_lists_and_objects_stay_and_domains_are_drawn_by_name() -> None:
@@ -166,19 +165,19 @@ def test_constants_lists_and_objects_stay_and_domains_are_drawn_by_name() -> Non
         "layers": [{"units": randint(1, 9)}, 3],
         "odd key": {'"': uniform(0, 1)},
     }
-    config = resolved(space, **{"lr": 0.5, "layers[0].units": 4, '"odd key"."\\""': 0.25})
+    config = resolve(space, **{"lr": 0.5, "layers[0].units": 4, '"odd key"."\\""': 0.25})
     assert config == {"lr": 0.5, "fixed": "text", "layers": [{"units": 4}, 3], "odd key": {'"': 0.25}}
 
 
 def test_names_tell_apart_what_looks_alike() -> None:
-    asked: list[str] = []
+    names: list[str] = []
     space = {"a.b": uniform(0, 1), "a": {"b": uniform(0, 1)}, "c": [uniform(0, 1)], "c[0]": uniform(0, 1)}
-    resolve_space(validate_space(space), noted(asked, 0.5))
-    assert len(set(asked)) == 4
+    resolve_space(validate_space(space), make_recorder(names, 0.5))
+    assert len(set(names)) == 4
 
 
 @pytest.mark.parametrize(
-    ("chosen", "config"),
+    ("draws", "config"),
     [
         ({"model": 0, "model?0.depth": 3}, {"kind": "mlp", "depth": 3}),
         ({"model": 1, "model?1": 0, "model?1?0.width": 8}, {"kind": "cnn", "width": 8}),
@@ -186,10 +185,10 @@ def test_names_tell_apart_what_looks_alike() -> None:
         ({"model": 2, "model?2": 0.5}, 0.5),
     ],
 )
-def test_only_what_the_chosen_option_needs_is_drawn(chosen: dict[str, float], config: object) -> None:
+def test_only_what_the_chosen_option_needs_is_drawn(draws: dict[str, float], config: object) -> None:
     inner = choice([{"kind": "cnn", "width": qrandint(8, 16, 8)}, "none"])
     space = {"model": choice([{"kind": "mlp", "depth": randint(1, 5)}, inner, uniform(0, 1)])}
-    assert resolved(space, **chosen) == {"model": config}
+    assert resolve(space, **draws) == {"model": config}
 
 
 def test_what_is_fixed_is_not_drawn() -> None:
@@ -198,7 +197,7 @@ def test_what_is_fixed_is_not_drawn() -> None:
     assert resolve_space(space, lambda name, _: {"a": 0}[name], {"b": 7}) == {"a": 1, "b": 7}
 
 
-# ------------------------------------------------------------------------------- functions of other parameters
+# Functions of other parameters.
 
 
 def test_a_function_reads_what_is_resolved_wherever_it_stands() -> None:
@@ -209,7 +208,7 @@ def test_a_function_reads_what_is_resolved_wherever_it_stands() -> None:
         "list": [uniform(0, 1), 10],
         "copy": sample_from(lambda config: {**config["model"], "twice": [config["a"]] * 2}),
     }
-    config = resolved(space, **{"model": 0, "model?0.depth": 3, "list[0]": 0.5})
+    config = resolve(space, **{"model": 0, "model?0.depth": 3, "list[0]": 0.5})
     assert config["a"] == 26
     assert config["copy"] == {"depth": 3, "twice": [26, 26]}
 
@@ -218,10 +217,10 @@ def test_a_function_is_called_once_per_configuration_and_what_it_reads_is_drawn_
     calls: list[str] = []
     space = {
         "a": sample_from(lambda config: config["b"] + config["b"]),
-        "b": sample_from(lambda config: noted(calls, config["c"])("b")),
+        "b": sample_from(lambda config: make_recorder(calls, config["c"])("b")),
         "c": uniform(0, 1),
     }
-    assert resolve_space(validate_space(space), noted(calls, 0.5)) == {"a": 1.0, "b": 0.5, "c": 0.5}
+    assert resolve_space(validate_space(space), make_recorder(calls, 0.5)) == {"a": 1.0, "b": 0.5, "c": 0.5}
     assert calls == ["c", "b"]
 
 
@@ -231,20 +230,20 @@ def test_a_function_asks_for_what_only_some_options_have() -> None:
         "size": sample_from(lambda config: (config["model"].get("depth", 0), config["model"].get("nothing"))),
         "has": sample_from(lambda config: ["depth" in config["model"], sorted(config["model"]), len(config)]),
     }
-    assert resolved(space, model=0) == {"model": {"depth": 2}, "size": [2, None], "has": [True, ["depth"], 3]}
-    assert resolved(space, model=1) == {"model": {"width": 3}, "size": [0, None], "has": [False, ["width"], 3]}
+    assert resolve(space, model=0) == {"model": {"depth": 2}, "size": [2, None], "has": [True, ["depth"], 3]}
+    assert resolve(space, model=1) == {"model": {"width": 3}, "size": [0, None], "has": [False, ["width"], 3]}
 
 
 def test_a_function_cannot_change_what_others_get() -> None:
-    def changing(config: Mapping[str, Any]) -> object:
+    def append_to_list(config: Mapping[str, Any]) -> object:
         config["list"].append(2)
         return config["list"]
 
-    assert resolved({"list": [1], "a": sample_from(changing)}) == {"list": [1], "a": [1]}
+    assert resolve({"list": [1], "a": sample_from(append_to_list)}) == {"list": [1], "a": [1]}
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "message"),
     [
         (
             {"a": sample_from(lambda config: config["b"]), "b": sample_from(lambda config: config["a"])},
@@ -263,20 +262,20 @@ def test_a_function_cannot_change_what_others_get() -> None:
         ({"a": sample_from(lambda _: [uniform(0, 1)])}, r"sample_from at a: expected a value, found \[uniform"),
     ],
 )
-def test_a_function_that_cannot_be_answered_says_which_and_why(space: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        resolved(space)
+def test_a_function_that_cannot_be_answered_says_which_and_why(space: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        resolve(space)
 
 
 def test_an_error_of_the_function_says_whose_it_is_and_where() -> None:
-    said = r"sample_from at a.b: its function raised ZeroDivisionError: .* \(.*test_resolving.py, line \d+\)$"
-    with pytest.raises(InvalidInput, match=said) as raised:
-        resolved({"a": {"b": sample_from(lambda _: 1 / 0)}})
+    message = r"sample_from at a.b: its function raised ZeroDivisionError: .* \(.*test_resolving.py, line \d+\)$"
+    with pytest.raises(InvalidInput, match=message) as raised:
+        resolve({"a": {"b": sample_from(lambda _: 1 / 0)}})
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "message"),
     [
         ({"a": sample_from(lambda config: 1 / config["x"]), "x": choice([0])}, "sample_from at a: its function raised"),
         # Only one option in a thousand has what fails, or lacks what is read.
@@ -297,8 +296,8 @@ def test_an_error_of_the_function_says_whose_it_is_and_where() -> None:
         ),
     ],
 )
-def test_each_function_is_tried_once_also_that_of_a_rare_option(space: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
+def test_each_function_is_tried_once_also_that_of_a_rare_option(space: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
         check_sample_functions(validate_space(space), seed=1)
 
 
@@ -306,7 +305,7 @@ def test_a_function_of_an_option_that_is_never_drawn_is_not_tried_and_others_a_h
     calls: list[str] = []
     never = choice([1, {"a": sample_from(lambda _: 1 / 0)}], weights=[1, 0])
     many = grid_search([{"x": index} for index in range(1000)])
-    read = sample_from(lambda config: noted(calls, config["never"])(config["many"]["x"]))
+    read = sample_from(lambda config: make_recorder(calls, config["never"])(config["many"]["x"]))
     check_sample_functions(validate_space({"never": never, "many": many, "read": read}), seed=1)
     assert len(calls) == 100
 
@@ -319,29 +318,25 @@ def test_a_function_that_failed_can_be_asked_again() -> None:
             raise ZeroDivisionError
         return answer
 
-    def patient(config: Mapping[str, object]) -> object:
+    def reads_twice(config: Mapping[str, object]) -> object:
         with pytest.raises(ZeroDivisionError):
             config["b"]
         return config["b"]
 
-    assert resolved({"a": sample_from(patient), "b": sample_from(fails_once)}) == {"a": 2, "b": 2}
+    assert resolve({"a": sample_from(reads_twice), "b": sample_from(fails_once)}) == {"a": 2, "b": 2}
 
 
-# ------------------------------------------------------------------------------------------------------- reading
+# Reading.
 
 
 @given(spaces(), st.integers(0, 3))
 def test_what_was_drawn_is_read_back_from_the_configuration(space: dict[str, object], seed: int) -> None:
     whole = validate_space(space)
-    config = resolve_space(whole, seeded(seed))
+    config = resolve_space(whole, draw_by_seed(seed))
     readings = list(read_config(whole, config))
-    assert [each for each in readings if not isinstance(each, ParameterFound)] == []
-    again = resolve_space(whole, refuse, {each.name: each.value for each in readings})
-    assert are_json_equal(again, config)
-
-
-def refuse(name: str, domain: Domain) -> float:
-    raise AssertionError(f"{name} is drawn from {domain!r} though it is known")
+    assert all(isinstance(reading, ParameterFound) for reading in readings)
+    values = {reading.name: reading.value for reading in readings}
+    assert are_json_equal(resolve_space(whole, lambda *drawn: pytest.fail(f"drawn: {drawn}"), values), config)
 
 
 MODELS = choice([{"kind": "mlp", "depth": randint(1, 5)}, {"kind": "cnn"}, {"kind": "cnn", "width": randint(1, 9)}])
@@ -375,7 +370,7 @@ def test_what_does_not_fit_or_is_left_out_is_told_by_name(
     node: object, value: object, readings: list[ParameterReading]
 ) -> None:
     assert list(read_config({"p": node}, {"p": value})) == readings
-    assert accepts_value(node, value) is not any(isinstance(each, ParameterMismatch) for each in readings)
+    assert accepts_value(node, value) is not any(isinstance(reading, ParameterMismatch) for reading in readings)
 
 
 @pytest.mark.parametrize(
