@@ -27,7 +27,7 @@ from prefect_tune.core.search.random_search import UNLIMITED, RandomSearch
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from tests.core.schedulers.test_pbt import train_toy_population
-from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, Regret, regret
+from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, Regret, measure_regret
 
 TRIALS = 100
 RECALL_COUNT = 1000
@@ -37,7 +37,7 @@ Run = Callable[[Problem, int], Regret]
 
 
 def _ours(search: Search) -> Run:
-    return lambda problem, seed: regret(search, problem, seed, TRIALS)
+    return lambda problem, seed: measure_regret(search, problem, seed, TRIALS)
 
 
 def _run_optuna(problem: Problem, seed: int) -> Regret:
@@ -46,23 +46,23 @@ def _run_optuna(problem: Problem, seed: int) -> Regret:
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     for _ in range(TRIALS):
         trial = study.ask()
-        config = {name: trial.suggest_float(name, *problem.ends(name)) for name in problem.space}
+        config = {name: trial.suggest_float(name, *problem.bounds(name)) for name in problem.space}
         seconds += time.process_time() - start
         loss = problem.function(config)
         best, start = min(best, loss), time.process_time()
         study.tell(trial, loss)
-    return Regret(best - problem.least, seconds + time.process_time() - start)
+    return Regret(best - problem.minimum, seconds + time.process_time() - start)
 
 
 def _row(name: str, run: Run, seeds: int, limits: Mapping[str, float]) -> list[str]:
     cells = [name]
     for problem in (BRANIN, HARTMANN):
         regrets = [run(problem, seed) for seed in range(seeds)]
-        values = [regret.value for regret in regrets]
+        values = [measure_regret.value for measure_regret in regrets]
         low, middle, high = quantiles(values, n=4)
         limit = limits.get(problem.name)
         met = "" if limit is None else f" (≤ {limit:.2f}: {'yes' if middle <= limit else '**no**'})"
-        cost = sum(regret.cpu_seconds for regret in regrets) / seeds / TRIALS * 1000
+        cost = sum(measure_regret.cpu_seconds for measure_regret in regrets) / seeds / TRIALS * 1000
         cells += [f"{middle:.3f}{met}", f"{low:.3f} to {high:.3f}", f"{cost:.1f}"]
     return cells
 

@@ -46,7 +46,7 @@ from prefect_tune.stores.posix_store import PosixStore
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.searches.far_attempts import FarAttempt
 from tests.fakes.searches.far_searches import Death, FarSearch
-from tests.fakes.searches.pending_entries import limits_of
+from tests.fakes.searches.pending_entries import make_limits
 from tests.fakes.trial_processes import wait_until
 
 TRIAL = TrialKey(experiment="e", generation=1, trial="00000")
@@ -60,7 +60,7 @@ class Search(FarSearch):
 
     def __init__(self, folder: Path, attempt: Callable[[SubmittingJournal], None]) -> None:
         self.executor = LocalExecutor(cast("TrialProcessPool", None), launch=self._launch)
-        super().__init__(LocalTarget(path=str(folder)), executor=self.executor, limits=limits_of(1))
+        super().__init__(LocalTarget(path=str(folder)), executor=self.executor, limits=make_limits(1))
         self.driver, self.iteration_count = self._driver, 0
         self._journal_writer._writer = self._write
         self._attempt, self._thread = attempt, threading.Thread()
@@ -217,7 +217,7 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
         threading.Thread(target=run, daemon=True).start()
 
     executor = LocalExecutor(cast("TrialProcessPool", None), launch=launch)
-    search = FarSearch(target, samples=3, executor=executor, limits=limits_of(3))
+    search = FarSearch(target, samples=3, executor=executor, limits=make_limits(3))
     vars(search)["is_interrupted"] = lambda: len(waiting) == 3
     assert {(item.phase, item.attempt) for item in search._driver.run(search).trials.values()} == {(Phase.PENDING, 0)}
 

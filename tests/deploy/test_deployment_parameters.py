@@ -38,7 +38,7 @@ from prefect_tune.parameters.forms import (
     flatten_parameters,
     make_form_schema,
 )
-from tests.fakes.searches.far_attempts import plan_at
+from tests.fakes.searches.far_attempts import make_spec
 
 SECRET = "never-shown-to-anybody"
 TUNE, RESUME = make_form_schema(pt.tune), make_form_schema(pt.resume)
@@ -260,7 +260,7 @@ def test_a_deployment_names_the_packages_that_it_trusts() -> None:
 
 
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
-    plan = plan_at(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
+    plan = make_spec(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
     spec = spec_to_parameters(plan)
     request = request_to_parameters(AttemptRequest(search_term=1, trial=Trial(id="t", config={})))
     assert spec["cadence"]["every_steps"] is None

@@ -49,9 +49,9 @@ from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import commit_files, first_generation, write_files
 from tests.fakes.outcomes import make_stop
-from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, plan_at
+from tests.fakes.searches.far_attempts import FarAttempt, FarMachines, make_spec
 from tests.fakes.searches.far_searches import Death, FarSearch, nothing
-from tests.fakes.searches.pending_entries import limits_of
+from tests.fakes.searches.pending_entries import make_limits
 from tests.fakes.trial_processes import wait_until
 
 NO_WAIT = timedelta(0)
@@ -65,7 +65,7 @@ ASHA_3, ASHA_5 = (ASHA(27, grace_period=period, variant="stopping") for period i
 def executor(target: LocalTarget) -> RemoteExecutor:
     """An executor with one running attempt, whose milestone is step 2."""
     executor = RemoteExecutor(target, FarMachines(), poll_interval=NO_WAIT)
-    executor.start_attempt(plan_at(target), make_attempt_request(milestone=2))
+    executor.start_attempt(make_spec(target), make_attempt_request(milestone=2))
     return executor
 
 
@@ -189,7 +189,7 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
     trials = ["00000", "00001", "00002", "00003"]
     executor = RemoteExecutor(target, FarMachines(), poll_interval=NO_WAIT)
     for trial in trials:
-        executor.start_attempt(plan_at(target, trial), make_attempt_request(trial, milestone=1))
+        executor.start_attempt(make_spec(target, trial), make_attempt_request(trial, milestone=1))
         attempt = FarAttempt(target, trial)
         attempt.start()
         attempt.report(1, awaits_decision=True)
@@ -215,7 +215,7 @@ def test_one_outbox_that_cannot_be_read_does_not_end_the_search_of_the_others(
 ) -> None:
     executor = RemoteExecutor(target, FarMachines(), NO_WAIT)
     for trial in ("00000", "00001"):
-        executor.start_attempt(plan_at(target, trial), make_attempt_request(trial))
+        executor.start_attempt(make_spec(target, trial), make_attempt_request(trial))
         FarAttempt(target, trial).start()
     read = PosixStore.read
 
@@ -234,7 +234,7 @@ def test_the_end_of_an_attempt_is_known_once_its_outbox_is_read(
 ) -> None:
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NO_WAIT), FarAttempt(target)
-    executor.start_attempt(plan_at(target), make_attempt_request())
+    executor.start_attempt(make_spec(target), make_attempt_request())
     attempt.start()
     executor.poll_messages(NO_WAIT)
     attempt.post(TrialFinished(trial="00000", reason="enough"))
@@ -259,7 +259,7 @@ def test_an_outbox_with_very_many_posts_is_read_in_parts_and_the_end_of_its_atte
 ) -> None:
     machines = FarMachines()
     executor, attempt = RemoteExecutor(target, machines, NO_WAIT), FarAttempt(target)
-    executor.start_attempt(plan_at(target), make_attempt_request())
+    executor.start_attempt(make_spec(target), make_attempt_request())
     attempt.start()
     for step in range(1, 450):
         attempt.post(StepReported(trial=TRIAL, report=StepReport(step=step, metrics={})))
@@ -287,8 +287,8 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
     executor.poll_messages(NO_WAIT)
     executor.stop_all()
     with target.open(timeout=MINUTE) as store:
-        close_outbox(store, plan_at(target).trial, 1, 1, "the new one", new_write_stamp())
-    new = Outbox(target, plan_at(target).trial, make_attempt_request(outbox=2).trial)
+        close_outbox(store, make_spec(target).trial, 1, 1, "the new one", new_write_stamp())
+    new = Outbox(target, make_spec(target).trial, make_attempt_request(outbox=2).trial)
     reported = StepReported(trial=TRIAL, report=REPORT, awaits_decision=True)
     new.write([AttemptStarted(trial=TRIAL, attempt=2, from_step=0), reported])
     assert [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)] == []
@@ -323,7 +323,7 @@ def deletions(target: LocalTarget, monkeypatch: pytest.MonkeyPatch) -> Deletions
 
 def list_posts(target: LocalTarget) -> list[int]:
     with target.open(timeout=MINUTE) as store:
-        return [int(Path(post.path).stem) for post in store.list(plan_at(target).trial.outboxes_folder)]
+        return [int(Path(post.path).stem) for post in store.list(make_spec(target).trial.outboxes_folder)]
 
 
 def read_received_posts(target: LocalTarget) -> list[int]:
@@ -358,7 +358,7 @@ def test_a_post_that_the_last_search_has_not_journaled_is_received_by_the_next(t
 def test_what_a_remote_attempt_retires_is_deleted_once_that_is_journaled(
     target: LocalTarget, deletions: Deletions, tmp_path: Path
 ) -> None:
-    attempt, key = FarAttempt(target), plan_at(target).trial
+    attempt, key = FarAttempt(target), make_spec(target).trial
     for sequence in (1, 2):
         staged = write_files(tmp_path / f"{sequence}", {"weights": bytes([sequence])})
         with target.open(timeout=MINUTE) as store:
@@ -461,7 +461,7 @@ def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_s
 ) -> None:
     """After a killed search of a task runner, the next one trains the trial elsewhere."""
     state = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
-    remote.channel.make_journal(plan_at(remote.target), AttemptRequest(search_term=1, trial=state))
+    remote.channel.make_journal(make_spec(remote.target), AttemptRequest(search_term=1, trial=state))
     remote.request_decision(3)
     with remote.target.open(timeout=timedelta(seconds=9)) as store:
         close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
@@ -554,7 +554,7 @@ def test_one_that_was_to_stop_while_no_search_ran_gets_the_request_and_ends_by_i
 def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_are_now(target: LocalTarget) -> None:
     attempts = [FarAttempt(target, trial) for trial in ("00000", "00001")]
     FarSearch(target, samples=2).simulate(nothing, *(attempt.start for attempt in attempts), nothing)
-    resumed = FarSearch(target, samples=2, limits=limits_of(1))
+    resumed = FarSearch(target, samples=2, limits=make_limits(1))
     resumed.simulate(nothing, resumed.stop, nothing)
     assert [attempt.read_answer() for attempt in attempts] == [CheckpointAndStop()] * 2
     assert resumed.machines.is_withdrawn
@@ -631,7 +631,7 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing)
-    limits = limits_of(2, meets_stop_criterion=lambda trial: trial.step >= 4)
+    limits = make_limits(2, meets_stop_criterion=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
     def end_attempt() -> None:

@@ -21,7 +21,7 @@ REMOTE = "digits/1/trials/best/artifacts"
 
 
 class Bucket(ParallelMemoryStore):
-    """A memory store that a test can block; it keeps its deadline as every store must."""
+    """A memory store that a test can block, up to its timeout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +58,6 @@ BUCKETS: dict[str, Bucket] = {}
 
 
 class BucketTarget(StorageTarget):
-    """A target of this test."""
-
     _block_type_slug = "bucket-of-a-test"
     name: str
 
@@ -75,6 +73,6 @@ class BucketTarget(StorageTarget):
 
 def download_files(store: ObjectStore, tmp_path: Path, remote: str = REMOTE) -> dict[str, bytes]:
     """Return the files that a reader of the target gets."""
-    there = tmp_path / f"fetched-{time.monotonic_ns()}"
-    ArtifactMirror(there).download(store, remote, ())
-    return read_files(there)
+    folder = tmp_path / f"downloaded-{time.monotonic_ns()}"
+    ArtifactMirror(folder).download(store, remote, ())
+    return read_files(folder)

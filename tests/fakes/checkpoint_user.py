@@ -1,6 +1,6 @@
 """Another process that uses a checkpoint: `python -m tests.fakes.checkpoint_user <act>`.
 
-The checkpoint comes pickled on standard input. What it gets is printed; then it waits for a line before it continues.
+It reads the pickled checkpoint from standard input and prints its result; then it waits for a line before it continues.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ class CheckpointUser:
 
     def finish(self) -> int:
         """Let it end, and return its exit code."""
-        _, said = self.process.communicate("\n", timeout=60)
-        sys.stderr.write(said)
+        sys.stderr.write(self.process.communicate("\n", timeout=60)[1])
         return self.process.returncode
 
     def kill(self) -> None:
-        """End it as the kernel does when memory runs out."""
+        """Kill it, as the kernel does when memory runs out."""
         self.process.kill()
         self.process.wait()
 

@@ -30,9 +30,9 @@ def read_files(directory: str | Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def commit_files(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **about: object) -> None:
-    said = CheckpointMetadata(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **about)
-    commit_checkpoint(store, key, StagedFiles(staged), said, reuse=find_reusable_bytes(store, key.trial, None, 0))
+def commit_files(store: ObjectStore, staged: Path, key: CheckpointKey = KEY, **fields: object) -> None:
+    metadata = CheckpointMetadata(attempt=1, term=1, write_id=f"{key.name}", created_at="now", **fields)
+    commit_checkpoint(store, key, StagedFiles(staged), metadata, reuse=find_reusable_bytes(store, key.trial, None, 0))
 
 
 class TargetOpener:
@@ -46,10 +46,9 @@ class TargetOpener:
 
 
 def shared_copies(temporary_files: Path) -> list[str]:
-    """Return the shared copies of checkpoints."""
     return sorted(str(path) for path in temporary_files.glob("prefect-tune-*/node/*/*copy*"))
 
 
 def first_generation(experiment: str) -> JournalKey:
-    """Return the key of the journal of a name that no deletion has freed."""
+    """Return the key of the journal of a name that was never deleted."""
     return JournalKey(experiment=experiment, generation=1)

@@ -20,12 +20,11 @@ class CommandResult:
 Run = Callable[..., CommandResult]
 
 PROGRAM = [sys.executable, "-c", "import sys; from prefect_tune.cli import main; sys.argv[0] = 'prefect-tune'; main()"]
-"""Begins the command of a process of its own."""
 
 
 def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environment: str) -> CommandResult:
     """Call the command line in a process of its own, with more environment; `stdout` is captured unless it is given."""
-    done = subprocess.run(
+    process = subprocess.run(
         [*PROGRAM, *map(str, arguments)],
         env={**os.environ, **environment},
         stdout=stdout or subprocess.PIPE,
@@ -33,4 +32,4 @@ def run_in_process(*arguments: object, stdout: IO[str] | None = None, **environm
         text=True,
         check=False,
     )
-    return CommandResult(done.returncode, done.stdout or "", done.stderr)
+    return CommandResult(process.returncode, process.stdout or "", process.stderr)

@@ -15,27 +15,31 @@ TYPES = {name: kind.model_fields["type"].default for name, kind in KINDS.items()
 
 
 def events_table() -> str:
-    """Return the table of the page on events: those with names of their own, then those of the journal."""
+    """Return the table of the page on events: events about experiments, then events of the journal."""
     rows = ["| event | when | fields |", "|---|---|---|"]
-    rows += [f"| `{kind.name}` | {_meaning(kind)} | {_fields(kind)} |" for kind in ExperimentEvent.__subclasses__()]
+    rows += [
+        f"| `{kind.name}` | {_describe(kind)} | {_format_fields(kind)} |" for kind in ExperimentEvent.__subclasses__()
+    ]
     for name, kind in KINDS.items():
         if TYPES[name] not in NOT_EMITTED:
             is_limited = issubclass(kind, TrialEvent) and kind not in get_args(NEVER_DROPPED_EVENTS)
-            rows.append(f"| `prefect-tune.{TYPES[name]}`{' *' * is_limited} | {_meaning(kind)} | {_fields(kind)} |")
+            rows.append(
+                f"| `prefect-tune.{TYPES[name]}`{' *' * is_limited} | {_describe(kind)} | {_format_fields(kind)} |"
+            )
     return "\n".join(rows)
 
 
 def journal_events_table() -> str:
     """Return the table of the page on the storage layout: the types of all events, and what each means."""
     rows = ["| event | meaning |", "|---|---|"]
-    rows += [f"| `{TYPES[name]}` | {_meaning(kind)} |" for name, kind in KINDS.items()]
+    rows += [f"| `{TYPES[name]}` | {_describe(kind)} |" for name, kind in KINDS.items()]
     return "\n".join(rows)
 
 
-def _meaning(kind: Any) -> str:
+def _describe(kind: Any) -> str:
     first = " ".join(str(getdoc(kind)).partition("\n\n")[0].split())
-    return re.sub(r"`([A-Z]\w+)`", lambda found: f"`{TYPES[found[1]]}`", first)
+    return re.sub(r"`([A-Z]\w+)`", lambda match: f"`{TYPES[match[1]]}`", first)
 
 
-def _fields(kind: Any) -> str:
+def _format_fields(kind: Any) -> str:
     return ", ".join(f"`{name}`" for name in kind.model_fields if name != "type")

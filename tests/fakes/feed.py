@@ -24,25 +24,29 @@ class Feed:
 
     def read(self, *prefixes: str) -> list[dict[str, Any]]:
         """Return the events so far, oldest first."""
-        wanted = {
+        event_filter = {
             "event": {"prefix": list(prefixes or _OURS)},
             "any_resource": {"id_prefix": [f"{kind}{self.about}" for kind in _KINDS]},
             "order": "ASC",
         }
-        page = httpx.post(f"{self.api_url}/events/filter", json={"filter": wanted, "limit": 50}, timeout=30).json()
-        found = list(page["events"])
+        page = httpx.post(
+            f"{self.api_url}/events/filter", json={"filter": event_filter, "limit": 50}, timeout=30
+        ).json()
+        events = list(page["events"])
         while page.get("next_page"):
             page = httpx.get(page["next_page"], timeout=30).json()
-            found += page["events"]
-        return found
+            events += page["events"]
+        return events
 
     def names(self, *prefixes: str) -> list[str]:
-        return [each["event"] for each in self.read(*prefixes)]
+        return [event["event"] for event in self.read(*prefixes)]
 
-    def wait_until(self, holds: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str) -> list[dict[str, Any]]:
+    def wait_until(
+        self, condition: Callable[[Sequence[dict[str, Any]]], object], *prefixes: str
+    ) -> list[dict[str, Any]]:
         """Return the events once they meet the condition: the server writes them every few seconds."""
-        end = time.monotonic() + _PERSISTED_SECONDS
-        while not holds(found := self.read(*prefixes)):
-            assert time.monotonic() < end, [each["event"] for each in found]
+        deadline = time.monotonic() + _PERSISTED_SECONDS
+        while not condition(events := self.read(*prefixes)):
+            assert time.monotonic() < deadline, [event["event"] for event in events]
             time.sleep(0.3)
-        return found
+        return events

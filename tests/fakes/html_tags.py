@@ -24,7 +24,7 @@ class Tags(HTMLParser):
 
     @property
     def attributes(self) -> set[str]:
-        return {name for _, known in self.elements for name in known}
+        return {name for _, attributes in self.elements for name in attributes}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, and the output of its cells; the shipped notebook."""
+"""A real Jupyter kernel and the output of its cells; the example notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jupyter_client.manager import KernelManager
 from nbconvert.preprocessors import ExecutePreprocessor
 from nbformat import NotebookNode
 
-_PATIENCE_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass
@@ -53,9 +53,9 @@ class CellOutput:
 
     @property
     def html(self) -> str:
-        """The one display."""
-        (only,) = self.displays.values()
-        return only
+        """The HTML of the only display."""
+        (html,) = self.displays.values()
+        return html
 
 
 class Kernel:
@@ -67,28 +67,28 @@ class Kernel:
 
     def run(self, code: str) -> CellOutput:
         """Run a cell that must not fail."""
-        shown = self.wait_for_cell(self.start_cell(code))
-        assert not shown.error, shown.traceback
-        return shown
+        output = self.wait_for_cell(self.start_cell(code))
+        assert not output.error, output.traceback
+        return output
 
     def start_cell(self, code: str) -> str:
-        """Run a cell, and do not wait for it. Return its id."""
+        """Start a cell, and return its id."""
         return str(self._client.execute(code))
 
-    def wait_for_cell(self, cell: str, meanwhile: Callable[[CellOutput], None] = lambda _: None) -> CellOutput:
-        """Wait for the end of a cell; `meanwhile` is called after each message."""
-        shown, until = CellOutput(), time.monotonic() + _PATIENCE_SECONDS
+    def wait_for_cell(self, cell: str, on_message: Callable[[CellOutput], None] = lambda _: None) -> CellOutput:
+        """Wait for the end of a cell; call `on_message` after each message."""
+        output, deadline = CellOutput(), time.monotonic() + _TIMEOUT_SECONDS
         while True:
-            assert time.monotonic() < until, shown
+            assert time.monotonic() < deadline, output
             try:
                 message = self._client.get_iopub_msg(timeout=5)
             except Empty:
                 continue
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle" and message["parent_header"]["msg_id"] == cell:
-                return shown
-            shown.apply_message(kind, content)
-            meanwhile(shown)
+                return output
+            output.apply_message(kind, content)
+            on_message(output)
 
     def interrupt(self) -> None:
         """Interrupt the kernel, as its stop button does."""
@@ -103,21 +103,18 @@ def start_kernel(folder: Path, environment: Mapping[str, str]) -> Iterator[Kerne
     client = manager.client()
     try:
         client.start_channels()
-        client.wait_for_ready(timeout=_PATIENCE_SECONDS)
+        client.wait_for_ready(timeout=_TIMEOUT_SECONDS)
         yield Kernel(manager, client)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
-# The shipped notebook, run by a kernel.
-
-
-def run_notebook(cells: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
-    """Run all cells of a notebook in `folder`, and return it with its outputs. Raises if a cell fails."""
+def run_notebook(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
+    """Run all cells of a notebook in `folder`, and return it with its outputs; raise if a cell fails."""
     with patch.dict(os.environ, environment):  # which a kernel inherits
-        ExecutePreprocessor(timeout=300).preprocess(cells, {"metadata": {"path": str(folder)}})
-    return cells
+        ExecutePreprocessor(timeout=300).preprocess(notebook, {"metadata": {"path": str(folder)}})
+    return notebook
 
 
 def read_notebook() -> NotebookNode:

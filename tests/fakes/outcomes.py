@@ -1,4 +1,4 @@
-"""How attempts end: the failure of a trainable, the messages that have it end, and what a trial's process has sent."""
+"""The outcomes of attempts: failures, stop messages, and the last message of a trial's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from prefect_tune.core.reasons import Reason, make_reason
 
 
 def make_failure(text: str, cause: Cause = Cause.TRAINABLE, *, trial: str = "t", **arguments: object) -> AttemptEnded:
-    """Return the failure of an attempt whose trainable raised an exception with `text`."""
     return AttemptEnded(trial=trial, cause=cause, reason=make_reason("raised", text=text, **arguments))
 
 
@@ -18,7 +17,7 @@ def make_stop(reason: str, *, save: bool, trial: str = "t") -> StopTrial:
 
 
 def require_failure(message: FromTrial | None) -> AttemptEnded:
-    """Return the failure that a process has sent as its last message, since its trainable raised."""
+    """Return the failure in the last message of a process whose trainable raised."""
     assert isinstance(message, TrialEnded), message
     assert message.raised, message
     assert isinstance(message.outcome, AttemptEnded), message
@@ -26,7 +25,6 @@ def require_failure(message: FromTrial | None) -> AttemptEnded:
 
 
 def require_reason(failure: object) -> Reason:
-    """Return the reason, which is one of this package, of an attempt that has failed."""
     assert isinstance(failure, AttemptEnded), failure
     assert isinstance(failure.reason, Reason), failure
     return failure.reason

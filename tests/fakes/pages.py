@@ -36,8 +36,6 @@ for language, code, file in json.loads(sys.stdin.read()):
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code."""
-
     language: str
     code: str
     file: str | None = None
@@ -46,14 +44,12 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
-    text = page.read_text()
-    return [_block_of(text, block) for block in _FENCED.finditer(text)]
-
-
-def _block_of(text: str, block: re.Match[str]) -> Block:
-    before = text[: block.start()].rstrip().rpartition("\n\n")[2]
-    name = _FILE_NAME.search(before) if block[2] == "python" else None
-    return Block(block[2], dedent(block[3]), name[1] if name else None)
+    text, blocks = page.read_text(), []
+    for match in _FENCED.finditer(text):
+        paragraph = text[: match.start()].rstrip().rpartition("\n\n")[2]
+        name = _FILE_NAME.search(paragraph) if match[2] == "python" else None
+        blocks.append(Block(match[2], dedent(match[3]), name[1] if name else None))
+    return blocks
 
 
 def run_blocks(

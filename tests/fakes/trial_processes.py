@@ -34,7 +34,7 @@ def make_start(
     trainable: object, folder: Path, config: Mapping[str, Any] | None = None, *, steps: int | None = None, **fields: Any
 ) -> Start:
     """Describe an attempt without a checkpoint; a class trainable needs `steps` to end."""
-    whole: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "experiment": "e",
         "trial": "t",
         "attempt": 1,
@@ -51,19 +51,19 @@ def make_start(
         "cadence": Cadence(at_end=False),
         "async_commit": False,
     }
-    return Start(**(whole | fields))
+    return Start(**(defaults | fields))
 
 
 @contextmanager
 def supervised_process(start: Start, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> Iterator[TrialChannel]:
-    """Train in a process that serves no other trial and ends with the block."""
+    """Train in a process of its own, which ends with the block."""
     with TrialProcessPool(slots=0) as pool, pool.open_process(start, log, environment) as channel:
         yield channel
 
 
 @contextmanager
 def started_process(start: Start, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> Iterator[TrialChannel]:
-    """Train in a process that is started, as where trials are not forked: on systems other than Linux."""
+    """Train in a process that is not forked, as on systems other than Linux."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*PORTABLE)
         with supervised_process(start, log, environment) as channel:
@@ -71,19 +71,19 @@ def started_process(start: Start, log: Log, environment: Mapping[str, str] = NO_
 
 
 def receive_messages(channel: TrialChannel, *, seconds: float = 60) -> Sequence[FromTrial]:
-    """Return all messages of a trial until it ends or its process is gone."""
-    said: list[FromTrial] = []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Return all messages of a trial until it ends or its process exits."""
+    messages: list[FromTrial] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         try:
             message = channel.receive(timedelta(seconds=0.1))
         except EOFError:
-            return said
+            return messages
         if message is not None:
-            said.append(message)
+            messages.append(message)
         if isinstance(message, TrialEnded):
-            return said
-    raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {said}")
+            return messages
+    raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {messages}")
 
 
 def drop_seconds(message: FromTrial) -> FromTrial:
@@ -93,28 +93,28 @@ def drop_seconds(message: FromTrial) -> FromTrial:
 
 def receive_metrics(channel: TrialChannel) -> Mapping[str, Any]:
     """Return the metrics of the last step of a trial that ends well."""
-    said = receive_messages(channel)
-    assert isinstance(said[-1], TrialEnded), said
-    return [each.report.metrics for each in said if isinstance(each, StepDone)][-1]
+    messages = receive_messages(channel)
+    assert isinstance(messages[-1], TrialEnded), messages
+    return [message.report.metrics for message in messages if isinstance(message, StepDone)][-1]
 
 
 class LogRecorder(logging.Handler):
-    """Records each logged line, and the result of `ask` at that moment."""
+    """Records each logged line, and the result of `probe` at that moment."""
 
-    def __init__(self, ask: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, probe: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self._ask = ask
+        self._probe = probe
         self.lines: list[str] = []
         self.answers: list[object] = []
 
     @property
     def reasons(self) -> list[str]:
-        """The lines but those that say how long an import has taken so far, as on a slow machine."""
-        return [each for each in self.lines if not each.endswith(" s so far)")]
+        """The lines except the progress of an import, which is logged on a slow machine."""
+        return [line for line in self.lines if not line.endswith(" s so far)")]
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-        self.answers.append(self._ask())
+        self.answers.append(self._probe())
 
 
 def make_log(recorder: LogRecorder) -> logging.Logger:
@@ -124,7 +124,7 @@ def make_log(recorder: LogRecorder) -> logging.Logger:
 
 
 class Family:
-    """Every process that was started with this test's mark in its environment, also with another parent by now."""
+    """Every process with this test's mark in its environment, also after its parent has exited."""
 
     def __init__(self) -> None:
         self._mark = f"{_MARK}={uuid4().hex}".encode()
@@ -132,26 +132,28 @@ class Family:
     def pids(self, name: str | None = None) -> list[int]:
         """Return the living processes, or those of them with this `name`."""
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        found = [pid for pid in pids if pid != os.getpid() and self._mark in read_proc(pid, "environ").split(b"\0")]
-        return [pid for pid in found if name is None or read_proc(pid, "comm") == f"{name}\n".encode()]
+        marked = [pid for pid in pids if pid != os.getpid() and self._mark in read_proc(pid, "environ").split(b"\0")]
+        return [pid for pid in marked if name is None or read_proc(pid, "comm") == f"{name}\n".encode()]
 
     def names(self) -> set[str]:
         return {read_proc(pid, "comm").decode().strip() for pid in self.pids()}
 
     def wait_for_one(self, name: str) -> int:
         """Wait for exactly one process of that name: a fork has its parent's name for a moment."""
-        found: list[int] = []
+        pids: list[int] = []
 
-        def is_alone() -> bool:
-            found[:] = self.pids(name)
-            return len(found) == 1
+        def find_one() -> bool:
+            pids[:] = self.pids(name)
+            return len(pids) == 1
 
-        wait_until(is_alone, what=lambda: f"one process called {name}, not {found}")
-        return found[0]
+        wait_until(find_one, what=lambda: f"one process called {name}, not {pids}")
+        return pids[0]
 
     def require_none(self, *, seconds: float = 10) -> None:
         wait_until(
-            lambda: not self.pids(), seconds=seconds, what=lambda: f"the end of {[_shown(p) for p in self.pids()]}"
+            lambda: not self.pids(),
+            seconds=seconds,
+            what=lambda: f"the end of {[_describe(pid) for pid in self.pids()]}",
         )
 
     @property
@@ -163,27 +165,24 @@ class Family:
 @contextmanager
 def family() -> Any:
     """Mark the processes that are started in the block; fail if one outlives it."""
-    made = Family()
+    processes = Family()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*made.variable)
-        yield made
-    made.require_none()
+        patch.setenv(*processes.variable)
+        yield processes
+    processes.require_none()
 
 
 def wait_until(
     condition: Callable[[], object], *, seconds: float = 30, what: Callable[[], str] = lambda: "the expected state"
 ) -> None:
-    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`.
-
-    A condition that takes long to compute is computed less often: the awaited process needs the processor too.
-    """
-    end = time.monotonic() + seconds
-    began = time.thread_time()
+    """Return as soon as `condition()` holds; fail with `what()` when it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    start = time.thread_time()
     while not condition():
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:g} s: {what()}")
-        time.sleep(max(0.002, 3 * (time.thread_time() - began)))
-        began = time.thread_time()
+        time.sleep(max(0.002, 3 * (time.thread_time() - start)))  # the awaited process needs the processor too
+        start = time.thread_time()
 
 
 def children_of(pid: int) -> list[int]:
@@ -197,7 +196,7 @@ def count_descriptors() -> int:
 
 @contextmanager
 def no_leaks() -> Iterator[None]:
-    """Fail when more descriptors are open or more threads run after the block; what others had may end meanwhile."""
+    """Fail when more descriptors are open or more threads run after the block than before it."""
     with ScratchDirectory():  # the first one of a process leaves its lock open
         pass
     before = count_descriptors(), threading.active_count()
@@ -207,7 +206,7 @@ def no_leaks() -> Iterator[None]:
     assert after[1] <= before[1], f"{after[1]} threads, {before[1]} before"
 
 
-def _shown(pid: int) -> str:
+def _describe(pid: int) -> str:
     return f"{pid} {read_proc(pid, 'comm').decode().strip()} {read_proc(pid, 'cmdline').decode()[:80]!r}"
 
 

@@ -51,35 +51,33 @@ class Moves(pt.Syncer):
 """
 
 
-def _sample(module: str, _place: str) -> Mapping[str, Any]:
+def _sample(module: str, _path: str) -> Mapping[str, Any]:
     return {"x": {"sample_from": f"{module}:touch"}}
 
 
 VECTORS: Mapping[str, Any] = {
     "trainable": lambda module, _: {"trainable": f"{module}:Net"},
     "trainable of a package": lambda module, _: {"trainable": f"{module}.deeper:Net"},
-    "trainable of the standard library": lambda _, place: {
+    "trainable of the standard library": lambda _, path: {
         "trainable": "subprocess:call",
-        "space": {"touch": 0, place: 0},
+        "space": {"touch": 0, path: 0},
     },
-    "sample_from": lambda module, place: {"space": _sample(module, place)},
-    "sample_from, deep down": lambda module, place: {
-        "space": {"a": {"choice": [1, {"space": _sample(module, place)}]}}
-    },
+    "sample_from": lambda module, path: {"space": _sample(module, path)},
+    "sample_from, deep down": lambda module, path: {"space": {"a": {"choice": [1, {"space": _sample(module, path)}]}}},
     "stop": lambda module, _: {"stop": f"{module}:touch"},
     "callbacks": lambda module, _: {"callbacks": [f"{module}:Watch"]},
     "callbacks as an object": lambda module, _: {"callbacks": {f"{module}:Watch": 1}},
-    "scheduler": lambda module, place: {
-        "scheduler": {"PBT": {"perturbation_interval": 1, "hyperparam_mutations": _sample(module, place)}}
+    "scheduler": lambda module, path: {
+        "scheduler": {"PBT": {"perturbation_interval": 1, "hyperparam_mutations": _sample(module, path)}}
     },
     "search": lambda module, _: {"search": {"OptunaSearch": {"sampler": {f"{module}:Net": {}}, "num_samples": 1}}},
-    "syncer": lambda module, place: {"sync": {"syncer": f"{module}:Moves", "upload_dir": f"file://{place}-copies"}},
-    "place of artifacts": lambda _, place: {"sync": {"upload_dir": f"file://{place}"}},
-    "warm start": lambda _, place: {"warm_start": [f"file://{place}/first"]},
-    "warm start as an object": lambda _, place: {"warm_start": {f"file://{place}/first": 1}},
-    "command of a worker": lambda _, place: {
+    "syncer": lambda module, path: {"sync": {"syncer": f"{module}:Moves", "upload_dir": f"file://{path}-copies"}},
+    "place of artifacts": lambda _, path: {"sync": {"upload_dir": f"file://{path}"}},
+    "warm start": lambda _, path: {"warm_start": [f"file://{path}/first"]},
+    "warm start as an object": lambda _, path: {"warm_start": {f"file://{path}/first": 1}},
+    "command of a worker": lambda _, path: {
         "trials": "deployment",
-        "trial_job_variables": {"command": f"touch {place}"},
+        "trial_job_variables": {"command": f"touch {path}"},
     },
     "deployment": lambda _, __: {"trials": "deployment", "trial_deployment": "other-flow/any"},
 }
@@ -93,18 +91,18 @@ class Untrusted:
     target: LocalTarget
     module: str
     marker: Path
-    """Made when the payload module is imported or called, or the command is run, or the place is opened."""
+    """Exists once the payload module is imported or called, the command is run, or the path is opened."""
 
-    def forge(self, road: str, name: str = "e", **settings: Any) -> None:
-        """Write an experiment whose journal names code by one `road`, with all other settings of a search."""
-        chosen = VECTORS[road](self.module, str(self.marker))
+    def forge(self, vector: str, name: str = "e", **settings: Any) -> None:
+        """Write an experiment whose journal names code by one `vector`, with all other settings of a search."""
+        attack = VECTORS[vector](self.module, str(self.marker))
         common = {"trainable": TRAIN, "space": {"x": 1.0}, "metric": "loss", "isolation": "thread"}
-        count = {} if "search" in chosen else {"num_samples": 1}
-        write_settings(self.target, name, {**common, **count, **settings, **chosen})
+        count = {} if "search" in attack else {"num_samples": 1}
+        write_settings(self.target, name, {**common, **count, **settings, **attack})
 
 
 def make_untrusted_target(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
-    """Make such a target below `folder`, and the payload module on the import path of this process."""
+    """Make such a target below `folder`, and put the payload module on the import path."""
     module, marker = f"payload_{uuid4().hex[:8]}", folder / "marker"
     code = folder / "code"
     code.mkdir()
@@ -117,7 +115,7 @@ def make_untrusted_target(folder: Path, patch: pytest.MonkeyPatch) -> Untrusted:
 
 
 def write_settings(target: StorageTarget, name: str, settings: Mapping[str, Any]) -> None:
-    """Write these settings into the journal of `name`, which begins with them or continues with them."""
+    """Append these settings to the journal of `name`."""
     with target.open(timeout=timedelta(seconds=60)) as store:
         owner = Owner(name="another user", host="there", pid=1)
         state = acquire_ownership(store, first_generation(name), owner, next(_STAMPS))
@@ -125,7 +123,6 @@ def write_settings(target: StorageTarget, name: str, settings: Mapping[str, Any]
 
 
 def two(_config: Mapping[str, Any]) -> float:
-    """Return what a `sample_from` computes."""
     return 2.0
 
 
@@ -135,11 +132,11 @@ _BIDIRECTIONAL = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 def require_visible(output: str) -> None:
     """Check that `output` has no control character but tab and newline, and no bidirectional one."""
-    found = {
-        ascii(each)
-        for each in set(output) - {"\n", "\t"}
-        if unicodedata.category(each) in ("Cc", "Zl", "Zp", "Cs")
-        or unicodedata.bidirectional(each) in _BIDIRECTIONAL
-        or each in "\u061c\u200e\u200f"
+    invisible = {
+        ascii(character)
+        for character in set(output) - {"\n", "\t"}
+        if unicodedata.category(character) in ("Cc", "Zl", "Zp", "Cs")
+        or unicodedata.bidirectional(character) in _BIDIRECTIONAL
+        or character in "\u061c\u200e\u200f"
     }
-    assert not found, f"{found} in {output!r}"
+    assert not invisible, f"{invisible} in {output!r}"

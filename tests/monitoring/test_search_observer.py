@@ -18,7 +18,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.search_observer import CurveCollector, ObserverGroup, SearchObserver, SearchRecorder
 from tests.fakes.checkpoints import first_generation
-from tests.fakes.searches.journal_builder import BEGAN, JournalBuilder
+from tests.fakes.searches.journal_builder import STARTED_AT, JournalBuilder
 from tests.fakes.trial_processes import LogRecorder, make_log
 
 
@@ -68,7 +68,7 @@ def test_what_happened_in_earlier_runs_comes_before_what_this_run_has_recorded_a
         recorder.on_event(event, journal.state)
     assert [attempt.attempt for attempt in recorder.read_search_snapshot().attempts] == [2]
     events = (tuple(earlier), (OwnerChanged(experiment="rates", generation=1, term=2, owner=owner), lost))
-    recorder.prepend_entries(Entry.model_construct(at=BEGAN.isoformat(), events=batch) for batch in events)
+    recorder.prepend_entries(Entry.model_construct(at=STARTED_AT.isoformat(), events=batch) for batch in events)
     snapshot = recorder.read_search_snapshot(["a"])
     assert [(attempt.attempt, attempt.is_lost, attempt.status) for attempt in snapshot.attempts] == [
         (1, True, "interrupted"),
@@ -96,7 +96,7 @@ def test_the_best_has_the_best_last_report_that_counts_not_one_that_was_lost() -
     recorder = SearchRecorder(journal.state)
     assert recorder.best == ("b", (0.5,))
     recorder.expect_earlier_entries()
-    recorder.prepend_entries([Entry.model_construct(at=BEGAN.isoformat(), events=(opened, *earlier))])
+    recorder.prepend_entries([Entry.model_construct(at=STARTED_AT.isoformat(), events=(opened, *earlier))])
     assert recorder.best == ("b", (0.5,))
     for step, (trial, loss, best) in enumerate([("a", 0.2, "a"), ("a", 0.9, "b"), ("b", 0.9, "a"), ("b", 0.3, "b")], 2):
         report = StepReported(trial=trial, report=StepReport(step=step, metrics={"loss": loss}))

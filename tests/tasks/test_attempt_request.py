@@ -54,7 +54,7 @@ from prefect_tune.tasks import trials
 from tests.attempt.direct_tasks import DirectTasks
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
-from tests.fakes.searches.far_attempts import plan_at
+from tests.fakes.searches.far_attempts import make_spec
 
 ME = Owner(name="it", host="h", pid=1)
 LAUNCHED = Trial(id="00000", config={"x": 1}, outbox=1, outbox_count=1)
@@ -81,7 +81,7 @@ class Requests:
 
     def __init__(self, target: LocalTarget) -> None:
         self.target = target
-        self.plan = plan_at(target)
+        self.plan = make_spec(target)
         self.channel = StubChannel(target, self.plan.trial, attempt=1)
 
     def open(self, generation: int = 1, events: Sequence[Event] = (CheckpointsAdopted(),)) -> str:

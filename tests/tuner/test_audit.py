@@ -57,7 +57,7 @@ def run_interrupted_search(folder: Path, name: str) -> LocalTarget:
     """Run one of the searches until it is interrupted, and again to its end, with more samples."""
     target = LocalTarget(path=str(folder / name))
     fails = FAILS if name in ("asha", "failures", "fail-fast") else {}
-    executor = UnreliableExecutor(fails=fails, retention=SEARCHES[name].get("retention"), seed=1)
+    executor = UnreliableExecutor(failures=fails, retention=SEARCHES[name].get("retention"), seed=1)
     search, polls = PlannedSearch(target, executor=executor), count()
     search.run(lambda: next(polls) > 40, **SEARCHES[name])
     search.run(**SEARCHES[name], num_samples=14, rerun_errored=name == "asha")
@@ -163,7 +163,7 @@ def test_a_search_of_ones_own_is_audited_once_it_is_passed_and_all_else_without_
 
 
 def test_a_scheduler_and_a_stop_of_ones_own_are_audited_once_they_are_passed(tmp_path: Path) -> None:
-    executor, failures = UnreliableExecutor(fails={"00001": (Cause.TRAINABLE, 9)}), pt.MaxFailures(1)
+    executor, failures = UnreliableExecutor(failures={"00001": (Cause.TRAINABLE, 9)}), pt.MaxFailures(1)
     search = PlannedSearch(LocalTarget(path=str(tmp_path)), executor=executor)
     search.run(scheduler=_OwnScheduler(), stop=[lambda metrics: metrics["step"] >= STEPS, failures])
     report = pt.audit("e", target=search.target)
@@ -240,7 +240,7 @@ def test_a_changed_decision_of_each_kind_is_named_at_its_entry(target_of: FindTa
 
 def test_a_search_that_ended_by_its_errors_and_begins_them_again_audits_clean(tmp_path: Path) -> None:
     target, fails = LocalTarget(path=str(tmp_path)), {f"0000{number}": (Cause.TRAINABLE, 1) for number in range(2)}
-    search = PlannedSearch(target, slots=1, executor=UnreliableExecutor(fails=fails))
+    search = PlannedSearch(target, slots=1, executor=UnreliableExecutor(failures=fails))
     options: dict[str, Any] = {"num_samples": 5, "stop": {"step": STEPS, "MaxFailures": {"failures": 2}}}
     assert len(search.run(**options, fail_fast=False).trials) == 2
     search.slots = 4

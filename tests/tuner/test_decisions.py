@@ -42,7 +42,7 @@ from tests.fakes.artifacts import BUCKETS, Bucket, BucketTarget
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_search
 from tests.fakes.searches.instant_executor import InstantExecutor
-from tests.fakes.searches.pending_entries import WrittenEntries, limits_of, make_pending_entry, make_random_policy
+from tests.fakes.searches.pending_entries import WrittenEntries, make_limits, make_pending_entry, make_random_policy
 from tests.fakes.trial_processes import wait_until
 
 _LOG = logging.getLogger("tests")
@@ -63,7 +63,7 @@ class FailingTrial:
 
     def __init__(self) -> None:
         policy = make_random_policy()
-        limits = limits_of(1, failures=FailurePolicy(max_machine_failures=2))
+        limits = make_limits(1, failures=FailurePolicy(max_machine_failures=2))
         self.loss_reasons: list[str] = []
         self.entry = make_pending_entry(WrittenEntries(), policy, _LossRecorder(self.loss_reasons))
         self.ready_queue: deque[str] = deque()
@@ -227,7 +227,7 @@ def test_a_reason_gives_the_terminal_no_commands(trial: str | None, caplog: pyte
     pending = make_pending_entry(WrittenEntries(), policy)
     pending.add_event(TrialAdded(trial="00000", config={}))
     StopHandler(
-        limits_of(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")
+        make_limits(1), policy, InstantExecutor(9), pending, lambda _: None, logging.getLogger("a run")
     ).check_stop_causes(RequestSource(threading.Event()))
     assert "\\x1b]0;title\\x07" in caplog.text
     assert "\x1b" not in caplog.text

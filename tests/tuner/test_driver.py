@@ -429,7 +429,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
         PlannedSearch(target, slots=2, executor=first).run(kill_after(3), num_samples=2)
     assert [attempt.trial for attempt in first.attempts] == ["00000", "00001"]
 
-    class StopsOnce(planned_search._Interrupts):
+    class StopsOnce(planned_search._InterruptOnly):
         call_count = 0
 
         def take_requests(self) -> Sequence[StopRequest]:
@@ -438,7 +438,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
             experiment_request = StopRequest(write_id="x", at="", reason="by a person", term=2)
             return [trial_request, experiment_request] if self.call_count == 2 else []
 
-    monkeypatch.setattr(planned_search, "_Interrupts", StopsOnce)
+    monkeypatch.setattr(planned_search, "_InterruptOnly", StopsOnce)
     second = PostingExecutor(ignore_attempt, is_detached=True)
 
     def end_all() -> None:

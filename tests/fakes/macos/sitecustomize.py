@@ -1,7 +1,7 @@
-"""Take from a Python process what only Linux has: run it with this folder in `PYTHONPATH`.
+"""Hide from a Python process what only Linux has: run it with this folder in `PYTHONPATH`.
 
-What that is say the type stubs of the standard library, which have a branch for each platform. `/proc` and the control
-groups are gone once `PREFECT_TUNE_PORTABLE` is set: third-party packages read them as they are imported.
+The type stubs of the standard library, which have a branch for each platform, name it. `/proc` and the control groups
+are hidden once `PREFECT_TUNE_PORTABLE` is set: third-party packages read them when they are imported.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def linux_only_names(module: str) -> set[str]:
     stub = Path(folder, "typeshed", "stdlib", module)
     path = stub / "__init__.pyi" if stub.is_dir() else stub.with_suffix(".pyi")
     body = ast.parse(path.read_text()).body
-    return set(_names(body, "linux")) - set(_names(body, "darwin"))
+    return set(_iter_names(body, "linux")) - set(_iter_names(body, "darwin"))
 
 
-def _names(body: Sequence[ast.stmt], platform: str) -> Iterator[str]:
+def _iter_names(body: Sequence[ast.stmt], platform: str) -> Iterator[str]:
     system = SimpleNamespace(platform=platform, version_info=sys.version_info)
-    for each in body:
-        match each:
+    for statement in body:
+        match statement:
             case ast.If(test=test):
                 holds = eval(compile(ast.Expression(test), "stub", "eval"), {"sys": system})
-                yield from _names(each.body if holds else each.orelse, platform)
+                yield from _iter_names(statement.body if holds else statement.orelse, platform)
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
                 yield name
             case ast.Assign(targets=[ast.Name(id=name)]):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from prefect_tune.core.experiment.experiment import Experiment, apply_event
 from prefect_tune.core.journal.journal import acquire_ownership, append_events
@@ -45,18 +46,18 @@ class _Journal:
     def append(self, *events: Event) -> None:
         self.state = append_events(self.store, self.state, events, next(_STAMPS))
 
-    def begin(self, trial: str, config: Mapping[str, object]) -> None:
+    def start_trial(self, trial: str, config: Mapping[str, object]) -> None:
         self.append(TrialAdded(trial=trial, config=config))
         self.append(AttemptStarted(trial=trial, attempt=1, from_step=0))
 
-    def save(self, step: int, staged: Path, size: int, more: Mapping[str, bytes]) -> None:
+    def save_checkpoint(self, step: int, staged: Path, size: int, more: Mapping[str, bytes]) -> None:
         key = CheckpointKey(trial=self.state.trial_key("trial"), step=step, sequence=self.state.entry_count)
         metrics = {"loss": 1 / step}
         files = {"model/weights.bin": bytes([step]) * size, "state.json": b"%d" % step, **more}
         commit_files(self.store, write_files(staged, files), key, metrics=metrics)
-        reported = StepReported(trial="trial", report=StepReport(step=step, metrics=metrics))
+        event = StepReported(trial="trial", report=StepReport(step=step, metrics=metrics))
         ref = CheckpointRef(step=step, sequence=key.sequence, metrics=metrics)
-        self.append(reported, CheckpointCommitted(trial="trial", checkpoint=ref))
+        self.append(event, CheckpointCommitted(trial="trial", checkpoint=ref))
 
 
 def write_experiment(
@@ -68,17 +69,14 @@ def write_experiment(
     size: int = 5_000_000,
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write a finished experiment with a checkpoint at each of `steps`, some in quarantine.
-
-    Each checkpoint has weights of this size, and `files`.
-    """
+    """Write a finished experiment with a checkpoint at each of `steps`, each with weights of this size and `files`."""
     journal = _Journal(root, name)
-    journal.begin("trial", {"rate": 0.5})
+    journal.start_trial("trial", {"rate": 0.5})
     for step in steps:
-        journal.save(step, root.parent / f"staged-{name}-{step}", size, files)
-    for each in journal.state.trial("trial").checkpoints:
-        if each.step in quarantined:
-            journal.append(CheckpointQuarantined(trial="trial", sequence=each.sequence, reason="bad"))
+        journal.save_checkpoint(step, root.parent / f"staged-{name}-{step}", size, files)
+    for checkpoint in journal.state.trial("trial").checkpoints:
+        if checkpoint.step in quarantined:
+            journal.append(CheckpointQuarantined(trial="trial", sequence=checkpoint.sequence, reason="bad"))
     journal.append(TrialFinished(trial="trial", reason="had enough"))
 
 
@@ -94,14 +92,11 @@ def write_search(
     settings: Mapping[str, object] = _SETTINGS,
     parameters: Sequence[str] = (),
 ) -> None:
-    """Write a search for the smallest loss, whose trials have all ended after a step, without a checkpoint.
-
-    Each of `parameters` has a value of 20 characters that ends with the trial's name.
-    """
+    """Write a search whose trials have all ended after a step; the values of `parameters` have 20 characters."""
     journal = _Journal(root, name)
     journal.append(ExperimentConfigured(settings=settings))
     for trial, loss in losses.items():
-        journal.begin(trial, {"rate": loss, **{each: f"{each} of {trial}".rjust(20, ".") for each in parameters}})
+        journal.start_trial(trial, {"rate": loss, **{key: f"{key} of {trial}".rjust(20, ".") for key in parameters}})
         journal.append(StepReported(trial=trial, report=StepReport(step=1, metrics={"loss": loss})))
         if trial == errored:
             journal.append(AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: bad"))
@@ -110,17 +105,15 @@ def write_search(
             journal.append(TrialFinished(trial=trial, reason="had enough"))
 
 
-def write_curves(
-    root: Path, name: str, curves: Sequence[Sequence[Mapping[str, object]]], metrics: Sequence[str]
-) -> None:
+def write_curves(root: Path, name: str, curves: Sequence[Sequence[Mapping[str, Any]]], metrics: Sequence[str]) -> None:
     """Write a search by `metrics`, whose trials have made these reports and ended."""
     journal = _Journal(root, name)
     journal.append(ExperimentConfigured(settings={"metric": [*metrics]}))
     for number, reports in enumerate(curves):
         trial = f"{number:05}"
-        journal.begin(trial, {})
-        for step, each in enumerate(reports, 1):
-            journal.append(StepReported(trial=trial, report=StepReport(step=step, metrics=each)))
+        journal.start_trial(trial, {})
+        for step, values in enumerate(reports, 1):
+            journal.append(StepReported(trial=trial, report=StepReport(step=step, metrics=values)))
         journal.append(TrialFinished(trial=trial, reason="had enough"))
 
 

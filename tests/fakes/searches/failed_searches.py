@@ -10,7 +10,7 @@ import prefect_tune as pt
 
 
 def results_of_failed(search: Callable[[], object]) -> pt.Results:
-    """Call `search`, of which every trial has to error, and return its results."""
+    """Call `search`, whose trials must all error, and return its results."""
     with pytest.raises(pt.SearchFailed) as failed:
         search()
     results = failed.value.results

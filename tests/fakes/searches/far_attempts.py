@@ -36,7 +36,7 @@ from prefect_tune.journal_access import (
 _REQUEST = timedelta(seconds=9)
 
 
-def plan_at(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
+def make_spec(target: StorageTarget, trial: str = "00000", trainable: str = "") -> TrialSpec:
     key = TrialKey(experiment="e", generation=1, trial=trial)
     return TrialSpec(
         target=target, trial=key, trainable=trainable, stopper="", needs_history=False, proposed_by_search=True
@@ -60,11 +60,11 @@ class FarMachines:
         trial = spec.trial.trial
         self.started.append((trial, attempt, request.decision_step))
         self.requests.append(request)
-        over, waiting = self._ends[trial] = threading.Event(), Future()
+        end, thread = self._ends[trial] = threading.Event(), Future()
 
         def wait() -> None:
-            waiting.set_result(threading.current_thread())
-            over.wait()
+            thread.set_result(threading.current_thread())
+            end.wait()
 
         return wait
 
@@ -73,13 +73,13 @@ class FarMachines:
 
     def end(self, trial: str) -> None:
         """End the present attempt of a trial; return when the executor's thread has seen it."""
-        over, waiting = self._ends[trial]
-        over.set()
-        waiting.result().join()
+        end, thread = self._ends[trial]
+        end.set()
+        thread.result().join()
 
 
 def require_experiment(target: StorageTarget, key: JournalKey) -> None:
-    """Open the experiment's journal, unless it has been opened: no trial has a journal before that."""
+    """Acquire the experiment's journal if it has no owner yet: no trial has a journal before that."""
     if read_experiment_id(target, key) is None:
         acquire_and_adopt_with_retries(
             target, key, OwnershipRequest(current_owner(), new_write_stamp(), lambda _: [CheckpointsAdopted()])
@@ -93,13 +93,12 @@ class FarAttempt:
         self._target = target
         self._key = TrialKey(experiment="e", generation=1, trial=trial)
         require_experiment(target, self._key.journal_key)
-        known = read_experiment(target, self._key.journal_key).trials.get(trial)
-        state = known or Trial(id=trial, config={})
+        trials = read_experiment(target, self._key.journal_key).trials
+        state = trials.get(trial) or Trial(id=trial, config={})
         if state.outbox is None:
             state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
         self.journal = Outbox(target, self._key, state)
         self.post_count = 0
-        """How many posts its outbox has."""
 
     @property
     def trial(self) -> Trial:
@@ -109,16 +108,16 @@ class FarAttempt:
         self.post(make_attempt_started(self.trial))
 
     def report(self, *steps: int, awaits_decision: bool = False) -> None:
-        """Post each step; with `asks`, the last one asks the search for a decision."""
+        """Post each step; with `awaits_decision`, the last one awaits a decision of the search."""
         for step in steps:
-            asks_here = awaits_decision and step == steps[-1]
-            self.post(StepReported(trial=self._key.trial, report=_report(step), awaits_decision=asks_here))
+            is_awaited = awaits_decision and step == steps[-1]
+            self.post(StepReported(trial=self._key.trial, report=_make_report(step), awaits_decision=is_awaited))
 
     def save(self, step: int, *, awaits_decision: bool = False) -> None:
         """Report a step, and commit its checkpoint."""
-        ref = CheckpointRef(sequence=self.trial.next_sequence, **_report(step).model_dump())
-        reported = StepReported(trial=self._key.trial, report=_report(step), awaits_decision=awaits_decision)
-        self.post(reported, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
+        ref = CheckpointRef(sequence=self.trial.next_sequence, **_make_report(step).model_dump())
+        event = StepReported(trial=self._key.trial, report=_make_report(step), awaits_decision=awaits_decision)
+        self.post(event, CheckpointCommitted(trial=self._key.trial, checkpoint=ref))
 
     def post(self, *events: AttemptEvent) -> None:
         self.journal.write(events)
@@ -127,10 +126,10 @@ class FarAttempt:
     def read_answer(
         self, step: int = UNSOLICITED_STEP, *, attempt: int | None = None
     ) -> ContinueTraining | StopTrial | CheckpointAndStop | None:
-        """Return the answer of the search to the trial at a step, or the one written without a question."""
+        """Return the answer of the search to the trial at a step, or the unsolicited one."""
         with self._target.open(timeout=_REQUEST) as store:
             return read_answer(store, self._key, self.trial.attempt if attempt is None else attempt, step)
 
 
-def _report(step: int) -> StepReport:
+def _make_report(step: int) -> StepReport:
     return StepReport(step=step, metrics={"loss": 1 / step}, trained_seconds=float(step))

@@ -32,8 +32,8 @@ from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.tuner import driver
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import SearchPolicy
-from tests.fakes.searches.far_attempts import FarMachines, plan_at
-from tests.fakes.searches.pending_entries import limits_of
+from tests.fakes.searches.far_attempts import FarMachines, make_spec
+from tests.fakes.searches.pending_entries import make_limits
 
 _LOSS = Objective(metrics=("loss",), modes=("min",))
 
@@ -47,7 +47,7 @@ def nothing() -> None:
 
 
 class FarSearch:
-    """One owner of the experiment; it dies when no event is left to simulate."""
+    """One owner of the experiment; it dies when no action is left."""
 
     def __init__(
         self,
@@ -60,28 +60,27 @@ class FarSearch:
         period: timedelta | None = None,
         executor: TrialExecutor | None = None,
     ) -> None:
-        """Args: period: how often the journal is written where nobody waits for an entry."""
         self.machines = FarMachines(is_detached=is_detached)
-        opening = OwnershipRequest(current_owner(), new_write_stamp())
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = find_current_journal(store, "e")
-        state = acquire_and_adopt_with_retries(target, key, opening)
+        request = OwnershipRequest(current_owner(), new_write_stamp())
+        state = acquire_and_adopt_with_retries(target, key, request)
         self._journal_writer = JournalWriter(target, state, write_entry_directly)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)
         policy = SearchPolicy(RandomSearch(samples).begin({}, _LOSS, 0), schedule)
         if executor is None:
             executor = RemoteExecutor(target, self.machines, poll_interval=timedelta(seconds=0.01))
-        limits = limits or limits_of(2)
-        plan, log = plan_at(target), getLogger(__name__)
+        limits = limits or make_limits(2)
+        spec, log = make_spec(target), getLogger(__name__)
         if period is not None:
-            plan = replace(plan, sync=SyncConfig(sync_period_seconds=period.total_seconds()))
-        self._driver = Driver(plan, limits, policy, executor, self._journal_writer, log=log, observer=SearchObserver())
-        self._happens: deque[Callable[[], object]] = deque()
-        self._asked: list[StopRequest] = []
+            spec = replace(spec, sync=SyncConfig(sync_period_seconds=period.total_seconds()))
+        self._driver = Driver(spec, limits, policy, executor, self._journal_writer, log=log, observer=SearchObserver())
+        self._actions: deque[Callable[[], object]] = deque()
+        self._requests: list[StopRequest] = []
 
-    def simulate(self, *happens: Callable[[], object]) -> Experiment:
-        """Run through these actions one by one; the search reads the effect of each; then die. Return its state."""
-        self._happens.extend(happens)
+    def simulate(self, *actions: Callable[[], object]) -> Experiment:
+        """Take these actions one by one; the search reads the effect of each, then dies. Return its state."""
+        self._actions.extend(actions)
         with (
             suppress(Death),
             patch.object(driver, "_POLL_TIMEOUT", timedelta(seconds=0.02)),
@@ -93,19 +92,17 @@ class FarSearch:
     def stop(self, trial: str | None = None) -> None:
         """Ask for a stop, from outside."""
         term = self._journal_writer.experiment.term
-        self._asked.append(StopRequest(write_id="w", at="now", reason="enough", term=term, trial=trial))
-
-    # ----------------------------------------------------------------------------- requests of the driver
+        self._requests.append(StopRequest(write_id="w", at="now", reason="enough", term=term, trial=trial))
 
     def is_interrupted(self) -> bool:
-        if not self._happens:
+        if not self._actions:
             raise Death
-        self._happens.popleft()()
+        self._actions.popleft()()
         return False
 
     def take_requests(self) -> Sequence[StopRequest]:
-        asked, self._asked = self._asked, []
-        return asked
+        requests, self._requests = self._requests, []
+        return requests
 
     def on_requests_journaled(self, count: int) -> None:
         del count

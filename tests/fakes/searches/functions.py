@@ -24,10 +24,9 @@ class Problem:
     name: str
     space: Mapping[str, Float]
     function: Callable[[Config], float]
-    least: float
+    minimum: float
 
-    def ends(self, name: str) -> tuple[float, float]:
-        """Return the bounds of a parameter."""
+    def bounds(self, name: str) -> tuple[float, float]:
         return self.space[name].low, self.space[name].high
 
 
@@ -39,18 +38,18 @@ class Regret:
     cpu_seconds: float
 
 
-def regret(search: Search, problem: Problem, seed: int, trials: int = 100) -> Regret:
+def measure_regret(search: Search, problem: Problem, seed: int, trials: int = 100) -> Regret:
     """Run trials one after another; only the search is timed."""
-    best, spent, begun = math.inf, 0.0, time.process_time()
+    best, seconds, start = math.inf, 0.0, time.process_time()
     proposals = search.begin(problem.space, _LOSS, seed)
     for number in range(trials):
         proposed = proposals.suggest(number)
         assert isinstance(proposed, Proposed)
-        spent += time.process_time() - begun
+        seconds += time.process_time() - start
         loss = problem.function(proposed.config)
-        best, begun = min(best, loss), time.process_time()
+        best, start = min(best, loss), time.process_time()
         proposals.on_trial_ended(number, StepReport(step=1, metrics={"loss": loss}), failed=False)
-    return Regret(best - problem.least, spent + time.process_time() - begun)
+    return Regret(best - problem.minimum, seconds + time.process_time() - start)
 
 
 def _branin(config: Config) -> float:

@@ -27,15 +27,15 @@ from prefect_tune.executors.trial_executor import AttemptExited, Message
 class InstantExecutor:
     """Every trial reports each step, saves at its milestone and at its end, and ends after `steps` steps.
 
-    Its metrics depend on its name and the step only. `started` is called whenever a trial starts.
+    Its metrics depend on its name and the step only. `on_start` is called whenever a trial starts.
     """
 
     is_remote = False
     is_detached = False
 
-    def __init__(self, steps: int, started: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, steps: int, on_start: Callable[[str], None] = lambda _: None) -> None:
         self._steps = steps
-        self._started = started
+        self._on_start = on_start
         self._inbox: deque[Message] = deque()
         self._trials: dict[str, _Attempt] = {}
         self.report_count = 0
@@ -49,19 +49,19 @@ class InstantExecutor:
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial = spec.trial.trial
         assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
-        self._started(trial)
-        self._trials[trial] = simulated = self._attempt(request.trial)
+        self._on_start(trial)
+        self._trials[trial] = simulated = self._make_attempt(request.trial)
         self._inbox.append(simulated.begin())
         self._train(simulated, request.decision_step, saves=request.saves_first)
 
-    def _attempt(self, trial: Trial) -> _Attempt:
+    def _make_attempt(self, trial: Trial) -> _Attempt:
         return _Attempt(trial)
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step
         simulated = self._trials[trial]
         if isinstance(decision, StopTrial):
-            self._inbox.extend(simulated.leave(decision))
+            self._inbox.extend(simulated.stop(decision))
         else:
             self._train(simulated, decision.decision_step, saves=simulated.saves_first)
 
@@ -69,10 +69,10 @@ class InstantExecutor:
         simulated.saves_first = saves
         end = min(self._steps, milestone or self._steps)
         if simulated.step >= end and milestone is not None:  # the restored checkpoint is at its milestone
-            self._inbox.append(simulated.ask())
+            self._inbox.append(simulated.await_decision())
             return
         self.report_count += end - simulated.step
-        self._inbox.extend(simulated.train(end, asks=end == milestone, is_last=end == self._steps))
+        self._inbox.extend(simulated.train(end, awaits_decision=end == milestone, is_last=end == self._steps))
 
     def stop_all(self) -> None:
         raise AssertionError("unexpected call of stop()")
@@ -100,42 +100,41 @@ class _Attempt:
         self.step = newest.step if newest else 0
 
     def begin(self) -> Message:
-        return self._wrote(make_attempt_started(self.state))
+        return self._submit(make_attempt_started(self.state))
 
-    def ask(self) -> Message:
-        return DecisionAwaited(self.trial, self._report())
+    def await_decision(self) -> Message:
+        return DecisionAwaited(self.trial, self._make_report())
 
-    def train(self, end: int, *, asks: bool, is_last: bool) -> Iterator[Message]:
+    def train(self, end: int, *, awaits_decision: bool, is_last: bool) -> Iterator[Message]:
         while self.step < end:
             self.step += 1
-            saves = [self._committed()] if self.step == end and (is_last or self.saves_first) else []
-            yield self._wrote(StepReported(trial=self.trial, report=self._report()), *saves)
-        if asks and not is_last:
-            yield self.ask()
+            saves = [self._commit()] if self.step == end and (is_last or self.saves_first) else []
+            yield self._submit(StepReported(trial=self.trial, report=self._make_report()), *saves)
+        if awaits_decision and not is_last:
+            yield self.await_decision()
         if is_last:
-            yield self._wrote(TrialFinished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
+            yield self._submit(TrialFinished(trial=self.trial, reason=make_reason("step-limit", step=end, limit=end)))
             yield AttemptExited(self.trial)
 
-    def leave(self, said: StopTrial) -> Iterator[Message]:
-        saves = [self._committed()] if said.save and not self.saves_first else []
-        yield self._wrote(*saves, said.outcome)
+    def stop(self, decision: StopTrial) -> Iterator[Message]:
+        saves = [self._commit()] if decision.save and not self.saves_first else []
+        yield self._submit(*saves, decision.outcome)
         yield AttemptExited(self.trial)
 
-    def _wrote(self, *events: AttemptEvent) -> EventsSubmitted:
+    def _submit(self, *events: AttemptEvent) -> EventsSubmitted:
         for event in events:
             self.state = apply_trial_event(self.state, event)
-        return EventsSubmitted(
-            self.trial, events, is_awaited=any(not isinstance(each, StepReported) for each in events)
-        )
+        is_awaited = any(not isinstance(event, StepReported) for event in events)
+        return EventsSubmitted(self.trial, events, is_awaited=is_awaited)
 
-    def _report(self) -> StepReport:
+    def _make_report(self) -> StepReport:
         return StepReport(step=self.step, metrics=_metrics(self.trial, self.step), trained_seconds=float(self.step))
 
-    def _committed(self) -> CheckpointCommitted:
-        ref = CheckpointRef(sequence=self.state.next_sequence, size_bytes=1 << 26, **self._report().model_dump())
-        return CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=self.retired_by(ref))
+    def _commit(self) -> CheckpointCommitted:
+        ref = CheckpointRef(sequence=self.state.next_sequence, size_bytes=1 << 26, **self._make_report().model_dump())
+        return CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=self.retired_sequences(ref))
 
-    def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
+    def retired_sequences(self, new: CheckpointRef) -> tuple[int, ...]:
         """Return what a checkpoint retires: nothing."""
         del new
         return ()

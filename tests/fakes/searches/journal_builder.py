@@ -38,7 +38,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.reporting.facts import ReportInput, make_report_input, select_curve_trials
 from tests.fakes.checkpoints import first_generation
 
-BEGAN = datetime(2026, 11, 21, 8, tzinfo=UTC)
+STARTED_AT = datetime(2026, 11, 21, 8, tzinfo=UTC)
 URI = "s3://bucket/runs"
 
 
@@ -48,7 +48,7 @@ class JournalBuilder:
 
     name: str = "rates"
     settings: Mapping[str, object] = field(default_factory=lambda: {"metric": "loss", "mode": "min"})
-    now: datetime = BEGAN
+    now: datetime = STARTED_AT
     number: int = 1
 
     def __post_init__(self) -> None:
@@ -67,36 +67,33 @@ class JournalBuilder:
 
     def change_owner(self, name: str = "clever-otter", after: float = 0.0) -> None:
         owner = Owner(name=name, host="gpu-1", pid=7, flow_run=f"run-{self.state.term + 1}")
-        self.record(
-            OwnerChanged(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner), after=after
-        )
+        event = OwnerChanged(experiment=self.name, generation=1, term=self.state.term + 1, owner=owner)
+        self.record(event, after=after)
 
     def add_trial(self, trial: str, config: Mapping[str, object]) -> None:
         self.record(TrialAdded(trial=trial, config=config))
 
     def start_attempt(self, trial: str) -> None:
-        known = self.state.trial(trial)
-        newest = known.checkpoints[-1] if known.checkpoints else None
+        state = self.state.trial(trial)
+        newest = state.checkpoints[-1] if state.checkpoints else None
         step, sequence = (newest.step, newest.sequence) if newest else (0, None)
-        self.record(
-            AttemptStarted(trial=trial, attempt=known.attempt + 1, from_step=step, from_sequence=sequence), after=0.2
-        )
+        event = AttemptStarted(trial=trial, attempt=state.attempt + 1, from_step=step, from_sequence=sequence)
+        self.record(event, after=0.2)
 
     def report(self, trial: str, step: int, metrics: Mapping[str, object], *, seconds: float = 1.0) -> None:
         report = StepReport(step=step, metrics=metrics, trained_seconds=step * seconds)
         self.record(StepReported(trial=trial, report=report), after=seconds)
 
     def commit(self, trial: str, size_bytes: int = 5_000_000) -> None:
-        known = self.state.trial(trial)
-        new = CheckpointRef(step=known.step, sequence=known.next_sequence, metrics=known.metrics, size_bytes=size_bytes)
-        sent = size_bytes if len(known.checkpoints) == 0 else size_bytes // 10
+        state = self.state.trial(trial)
+        new = CheckpointRef(step=state.step, sequence=state.next_sequence, metrics=state.metrics, size_bytes=size_bytes)
+        sent = size_bytes if len(state.checkpoints) == 0 else size_bytes // 10
         self.record(CheckpointCommitted(trial=trial, checkpoint=new, sent_bytes=sent, upload_seconds=0.25))
 
     def decide(self, trial: str, decision: Decision) -> None:
-        known = self.state.trial(trial)
-        self.record(
-            DecisionMade(trial=trial, report=StepReport(step=known.step, metrics=known.metrics), decision=decision)
-        )
+        state = self.state.trial(trial)
+        report = StepReport(step=state.step, metrics=state.metrics)
+        self.record(DecisionMade(trial=trial, report=report, decision=decision))
 
     def report_input(self, expected: int | None = None) -> ReportInput:
         def link_to(owner: Owner) -> str | None:
@@ -107,7 +104,7 @@ class JournalBuilder:
 
 
 def asha(count: int, *, seed: int = 0, steps: int = 27, kills: bool = True) -> JournalBuilder:
-    """A search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
+    """Build a search in which a third continues at each rung; every 7th trial is killed once, every 11th fails."""
     draw = random.Random(seed)
     search = JournalBuilder()
     seen: dict[int, list[float]] = {}
@@ -138,12 +135,8 @@ def _asha_trial(
         loss = 0.02 + good * 0.4 + 2.2 * math.exp(-step / 4) * draw.uniform(0.85, 1.15)
         search.report(trial, step, {"loss": loss, "accuracy": 1 - loss / 3})
         if int(trial) % 11 == 10 and step == 4:
-            search.record(
-                AttemptEnded(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore")
-            )
-            search.record(
-                TrialErrored(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore")
-            )
+            for kind in (AttemptEnded, TrialErrored):
+                search.record(kind(trial=trial, cause=Cause.TRAINABLE, reason="ValueError: a | bad <b>row</b>\nmore"))
             return
         if step % 3 == 0:
             search.commit(trial)
@@ -152,21 +145,22 @@ def _asha_trial(
             search.record(AttemptEnded(trial=trial, cause=Cause.MACHINE, reason="killed by signal 9"), after=0.5)
             search.start_attempt(trial)
             step = search.state.trial(trial).checkpoints[-1].step
-        if step in (1, 3, 9) and not _goes_on(search, trial, loss, seen.setdefault(step, [])):
+        if step in (1, 3, 9) and not _decide(search, trial, loss, seen.setdefault(step, [])):
             search.record(TrialFinished(trial=trial, reason=f"loss {loss:.3g} at step {step}", kind=FinishKind.PRUNED))
             return
     search.record(TrialFinished(trial=trial, reason=f"step {steps} of {steps}"))
 
 
-def _goes_on(search: JournalBuilder, trial: str, loss: float, before: list[float]) -> bool:
-    insort(before, loss)
-    goes_on = loss <= before[len(before) // 3]
-    search.decide(trial, Continue() if goes_on else Stop(reason="not good enough"))
-    return goes_on
+def _decide(search: JournalBuilder, trial: str, loss: float, losses: list[float]) -> bool:
+    """Record whether the loss is in the best third; return it."""
+    insort(losses, loss)
+    is_good = loss <= losses[len(losses) // 3]
+    search.decide(trial, Continue() if is_good else Stop(reason="not good enough"))
+    return is_good
 
 
 def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBuilder:
-    """A population in which the worst quarter continues from the best."""
+    """Build a population in which the worst quarter continues from the best."""
     draw = random.Random(seed)
     search = JournalBuilder(name="population", settings={"metric": "score", "mode": "max"})
     names = [f"{index:05}" for index in range(members)]
@@ -177,9 +171,8 @@ def population(members: int = 8, rounds: int = 8, *, seed: int = 0) -> JournalBu
         for name in names:
             search.start_attempt(name)
             step = turn * 4
-            scores[name] = scores.get(name, 0.0) + float(str(search.state.trial(name).config["h0"])) * draw.uniform(
-                0.5, 1.5
-            )
+            rate = float(str(search.state.trial(name).config["h0"]))
+            scores[name] = scores.get(name, 0.0) + rate * draw.uniform(0.5, 1.5)
             search.report(name, step, {"score": scores[name]}, seconds=4)
             search.commit(name)
             worst, best = sorted(scores, key=scores.__getitem__)[: members // 4], max(scores, key=scores.__getitem__)
@@ -203,7 +196,7 @@ def _clone(search: JournalBuilder, name: str, best: str) -> None:
 
 
 def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
-    """A search with two metrics."""
+    """Build a search with two metrics."""
     draw = random.Random(seed)
     search = JournalBuilder(name="two", settings={"metric": ["loss", "size"], "mode": ["min", "min"]})
     for index in range(count):
@@ -218,7 +211,7 @@ def pareto(count: int = 40, *, seed: int = 0) -> JournalBuilder:
 
 
 def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilder:
-    """One training that was killed twice, and resumed by two more owners."""
+    """Build one training that was killed twice, and resumed by two more owners."""
     search = JournalBuilder(name="digits", settings={})
     search.add_trial("trial", {"rate": 0.1, "width": 64})
     search.start_attempt("trial")
@@ -240,7 +233,7 @@ def single(steps: int = 60, *, kills: Sequence[int] = (23, 41)) -> JournalBuilde
 
 
 def all_statuses() -> JournalBuilder:
-    """A trial of each status, named by it."""
+    """Build a trial of each status, named by it."""
     search = JournalBuilder()
     for name in ("completed", "pruned", "interrupted", "errored", "running", "paused", "pending"):
         search.add_trial(name, {"x": len(name)})

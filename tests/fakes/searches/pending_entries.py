@@ -52,17 +52,16 @@ def make_random_policy() -> SearchPolicy:
 def make_pending_entry(
     written: WrittenEntries,
     policy: SearchPolicy,
-    listener: SearchObserver | None = None,
+    observer: SearchObserver | None = None,
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
     journal_writer = JournalWriter(target, empty_experiment(first_generation("e")), written)
-    return PendingEntry(journal_writer, policy, listener or SearchObserver(), period, BackgroundWorker(target))
+    return PendingEntry(journal_writer, policy, observer or SearchObserver(), period, BackgroundWorker(target))
 
 
-def limits_of(
+def make_limits(
     max_concurrent_trials: int, *, meets_stop_criterion: Callable[[Trial], bool] = lambda _: True, **options: Any
 ) -> SearchLimits:
-    """The limits of a run, with the options that a test passes."""
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
     return SearchLimits(plan, max_concurrent_trials, meets_stop_criterion=meets_stop_criterion)

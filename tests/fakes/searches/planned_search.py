@@ -60,12 +60,12 @@ class UnreliableExecutor(InstantExecutor):
     def __init__(
         self,
         steps: int = STEPS,
-        fails: Mapping[str, tuple[Cause, int]] | None = None,
+        failures: Mapping[str, tuple[Cause, int]] | None = None,
         retention: Retention | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(steps)
-        self._fails = fails or {}
+        self._failures = failures or {}
         self._retention = retention or Retention()
         self._order = None if seed is None else random.Random(seed)
         self._stopped = False
@@ -76,16 +76,16 @@ class UnreliableExecutor(InstantExecutor):
         self.start_count += 1
         trial = spec.trial.trial
         assert trial not in self, f"trial {trial}: attempt {request.attempt} begins beside another"
-        cause, count = self._fails.get(trial, (Cause.TRAINABLE, 0))
+        cause, count = self._failures.get(trial, (Cause.TRAINABLE, 0))
         if request.attempt > count:
             super().start_attempt(spec, request)
             return
-        self._trials[trial] = failing = self._attempt(request.trial)
+        self._trials[trial] = failing = self._make_attempt(request.trial)
         self._inbox.append(failing.begin())
         reason = f"failed {request.attempt}"
         self._end(trial, AttemptEnded(trial=trial, cause=cause, reason=reason, before_first_step=True))
 
-    def _attempt(self, trial: Trial) -> _Attempt:
+    def _make_attempt(self, trial: Trial) -> _Attempt:
         return _RetiringAttempt(trial, self._retention)
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
@@ -104,12 +104,12 @@ class UnreliableExecutor(InstantExecutor):
     def stop_all(self) -> None:
         """End each attempt that has not sent its end; what it has sent stays."""
         self._stopped = True
-        ended = {each.trial for each in self._inbox if isinstance(each, AttemptExited)}
+        ended = {message.trial for message in self._inbox if isinstance(message, AttemptExited)}
         for trial in self._trials.keys() - ended:
             self._end(trial, AttemptEnded(trial=trial, cause=Cause.PREEMPTED, reason="stopped"))
 
     def _end(self, trial: str, event: AttemptEnded) -> None:
-        self._inbox.extend([self._trials[trial]._wrote(event), AttemptExited(trial)])
+        self._inbox.extend([self._trials[trial]._submit(event), AttemptExited(trial)])
 
 
 class _RetiringAttempt(_Attempt):
@@ -119,8 +119,8 @@ class _RetiringAttempt(_Attempt):
         super().__init__(state)
         self._retention = retention
 
-    def retired_by(self, new: CheckpointRef) -> tuple[int, ...]:
-        return tuple(each.sequence for each in checkpoints_to_retire(self.state, new, self._retention))
+    def retired_sequences(self, new: CheckpointRef) -> tuple[int, ...]:
+        return tuple(ref.sequence for ref in checkpoints_to_retire(self.state, new, self._retention))
 
 
 @dataclass
@@ -140,9 +140,9 @@ class PlannedSearch:
         meets_stop_criterion: Callable[[Trial], bool] = lambda _: True,
         **options: Any,
     ) -> Experiment:
-        """Open the experiment as a new owner and continue it, to its end or `until` it is interrupted."""
-        given = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
-        plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **given)
+        """Continue the experiment as a new owner, to its end or `until` it is interrupted."""
+        options = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
+        plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **options)
         key = JournalKey(experiment=self.name, generation=1)
         state = acquire_and_adopt_with_retries(self.target, key, OwnershipRequest(current_owner(), new_write_stamp()))
         writer = JournalWriter(self.target, state, write)
@@ -157,26 +157,22 @@ class PlannedSearch:
             log=logging.getLogger("tests"),
             observer=SearchObserver(),
         )
-        return driver.run(_Interrupts(until))
+        return driver.run(_InterruptOnly(until))
 
 
-class _Interrupts(StopSource):
-    """No stop requests; an interrupt once `until` holds."""
+class _InterruptOnly(StopSource):
+    """No stop requests; an interrupt once `until()` is true."""
 
     def __init__(self, until: Callable[[], bool]) -> None:
         self.is_interrupted = until
 
 
 def make_remote_experiment(target: LocalTarget, *events: AttemptEvent) -> Experiment:
-    """An experiment with one trial, whose first attempt has posted events that no search has received."""
-    added = [
-        TrialAdded(trial="00000", config={"x": 0.5}, proposed_by_search=True),
-        AttemptLaunched(trial="00000", outbox=1),
-    ]
-    search = acquire_and_adopt_with_retries(
-        target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
-    )
-    search = write_entry_directly(target, search, added)
-    outbox = Outbox(target, search.trial_key("00000"), search.trial("00000"))
-    outbox.write([make_attempt_started(search.trial("00000")), *events])
-    return search
+    """Return an experiment with one trial, whose first attempt has posted events that no search has received."""
+    added = TrialAdded(trial="00000", config={"x": 0.5}, proposed_by_search=True)
+    request = OwnershipRequest(current_owner(), new_write_stamp())
+    state = acquire_and_adopt_with_retries(target, JournalKey(experiment="e", generation=1), request)
+    state = write_entry_directly(target, state, [added, AttemptLaunched(trial="00000", outbox=1)])
+    trial = state.trial("00000")
+    Outbox(target, state.trial_key("00000"), trial).write([make_attempt_started(trial), *events])
+    return state

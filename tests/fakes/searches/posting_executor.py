@@ -36,8 +36,8 @@ class RemoteAttempt:
     def save(self, step: int, *retires: int, loss: float = 1.0) -> None:
         report = StepReport(step=step, metrics={"loss": loss})
         ref = CheckpointRef(sequence=self.outbox.trial.next_sequence, **report.model_dump())
-        saved = CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=retires)
-        self.post(StepReported(trial=self.trial, report=report), saved)
+        committed = CheckpointCommitted(trial=self.trial, checkpoint=ref, retired_sequences=retires)
+        self.post(StepReported(trial=self.trial, report=report), committed)
 
     def await_decision(self) -> None:
         trial = self.outbox.trial
@@ -47,15 +47,15 @@ class RemoteAttempt:
         self.messages.append(AttemptExited(self.trial, error))
 
     def take_messages(self) -> list[Message]:
-        """Return what the search finds: new posts, each twice, before the other messages."""
+        """Return new posts, each twice, before the other messages."""
         after, messages, self.messages = self.read, self.messages, []
         if not self.is_readable:
             return messages
         key, outbox = self.spec.trial, self.request.trial.outbox_count
         posts = with_store(self.spec.target, lambda store: read_posts(store, key, outbox, after))
         self.read += len(posts)
-        found = [PostArrived(self.trial, number, post.events) for number, post in enumerate(posts, after + 1)]
-        return [*(message for each in found for message in (each, each)), *messages]
+        arrived = [PostArrived(self.trial, number, post.events) for number, post in enumerate(posts, after + 1)]
+        return [*(message for message in arrived for _ in range(2)), *messages]
 
 
 class PostingExecutor:
@@ -90,8 +90,8 @@ class PostingExecutor:
         del step
         self._answer_trial(self._running[trial], decision)
 
-    def poll_messages(self, patience: timedelta) -> list[Message]:
-        del patience
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
+        del timeout
         return [message for attempt in self._running.values() for message in attempt.take_messages()]
 
     def stop_all(self) -> None:

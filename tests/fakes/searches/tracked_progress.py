@@ -1,4 +1,4 @@
-"""The progress of a search whose view is fed as by a driver."""
+"""The progress of a search, from events and reports that a test applies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from prefect_tune.terminal.progress_view import ProgressReader, SearchEstimate
 class TrackedProgress(ProgressReader):
     """Reads a view, to which it applies each event and report at the same time of day."""
 
-    def __init__(self, experiment: Experiment, outlook: SearchEstimate, now: float, at: datetime) -> None:
+    def __init__(self, experiment: Experiment, estimate: SearchEstimate, now: float, at: datetime) -> None:
         self.view = SearchView(experiment)
         self.view.begin_run(at)
         self._at = at
-        super().__init__(self.view.take_snapshot, outlook, (), now)
+        super().__init__(self.view.take_snapshot, estimate, (), now)
 
     def apply_event(self, event: Event, experiment: Experiment) -> None:
         self.view.apply_event(event, self._at, experiment)

@@ -1,7 +1,7 @@
 """Experiments in virtual time: a driver that asks a schedule as the real one does, and trains in no time.
 
-Slots, attempts that die and resume from their last checkpoint, pauses, exploits: whatever a scheduler has to be
-right about. A run is a function of its arguments; `Recorded` keeps the calls of a schedule, to repeat them on another.
+Slots, attempts that die and resume from their last checkpoint, pauses, exploits: whatever a scheduler has to be right
+about. A run is a function of its arguments. `RecordingSchedule` records the calls of a schedule, to replay them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class World:
 class VirtualTrial:
     """A trial as the driver knows it."""
 
-    trial: str
+    id: str
     config: Config
     state: State
     step: int = 0
@@ -105,11 +105,11 @@ class Outcome:
 
     @property
     def steps(self) -> int:
-        return sum(each.end - each.start for each in self.segments)
+        return sum(segment.end - segment.start for segment in self.segments)
 
     def trials_reaching(self, step: int) -> set[str]:
         """Return the trials that trained to `step`."""
-        return {each.trial for each in self.segments if each.end >= step}
+        return {segment.trial for segment in self.segments if segment.end >= step}
 
     def steps_until(self, is_met: Callable[[Segment], bool]) -> int | None:
         """Count all steps up to the end of the first segment for which it holds."""
@@ -139,32 +139,29 @@ class VirtualRun:
         self._fill()
         while self._events and self._events[0][0] <= time:
             self.outcome.time, _, trial, end, dies = heapq.heappop(self._events)
-            self.outcome.segments.append(Segment(self.outcome.time, trial.trial, trial.step, end))
+            self.outcome.segments.append(Segment(self.outcome.time, trial.id, trial.step, end))
             self._train(trial, end)
-            self._died(trial) if dies else self._reported(trial)
+            self._resume_after_death(trial) if dies else self._decide(trial)
             self._fill()
         return self.outcome
-
-    # ------------------------------------------------------------------------------------------ training
 
     def _start(self, trial: VirtualTrial) -> None:
         """Give a slot to the trial until its next report that is asked for, its end, or its death."""
         trial.status = "running"
         self._free -= 1
-        self._go_on(trial)
+        self._continue(trial)
 
-    def _go_on(self, trial: VirtualTrial) -> None:
-        milestone = self._schedule.next_milestone(trial.trial, trial.step)
+    def _continue(self, trial: VirtualTrial) -> None:
+        milestone = self._schedule.next_milestone(trial.id, trial.step)
         every = self._world.reports_every
         target = self._world.max_steps if milestone is None else -(-milestone // every) * every
-        end, lifetime = min(target, self._world.max_steps), self._lifetime()
-        assert end > trial.step, f"{trial} is to train to {end}"
-        dies = trial.step + lifetime < end
-        end = trial.step + lifetime if dies else end
+        target, last_step = min(target, self._world.max_steps), trial.step + self._draw_lifetime()
+        assert target > trial.step, f"{trial} is to train to {target}"
+        end, dies = min(target, last_step), last_step < target
         self._count += 1
         heapq.heappush(self._events, (self.outcome.time + end - trial.step + dies, self._count, trial, end, dies))
 
-    def _lifetime(self) -> int:
+    def _draw_lifetime(self) -> int:
         """Return the number of whole steps before the attempt dies."""
         if not self._world.death_probability:
             return 10**12
@@ -179,32 +176,30 @@ class VirtualRun:
         trial.state = self._training.advance(trial.config, trial.state, end - trial.step)
         trial.step = end
 
-    def _died(self, trial: VirtualTrial) -> None:
+    def _resume_after_death(self, trial: VirtualTrial) -> None:
         trial.deaths += 1
         self._restore(trial, trial.saved)
         if trial.deaths > self._world.deaths_allowed:
             self._end(trial, "given up")
         else:
-            self._go_on(trial)
+            self._continue(trial)
 
     def _restore(self, trial: VirtualTrial, saved: tuple[int, State] | None) -> None:
         trial.step, trial.state = saved or (0, self._training.begin(trial.config))
 
-    # ------------------------------------------------------------------------------------------ decisions
-
-    def _reported(self, trial: VirtualTrial) -> None:
+    def _decide(self, trial: VirtualTrial) -> None:
         if trial.step >= self._world.max_steps:
             self._end(trial, "finished")
             return
         if self._schedule.saves_first:
             trial.saved = (trial.step, trial.state)
         metrics = self._training.metrics(trial.config, trial.state, trial.step)
-        report = TrialReport(trial.trial, StepReport(step=trial.step, metrics=metrics), trial.config)
+        report = TrialReport(trial.id, StepReport(step=trial.step, metrics=metrics), trial.config)
         decision = self._schedule.decide(report)
         self.outcome.decisions.append((report, decision))
         match decision:
             case Continue():
-                self._go_on(trial)
+                self._continue(trial)
             case Stop(reason=reason):
                 self._end(trial, reason)
             case Pause(reason=reason):
@@ -213,7 +208,7 @@ class VirtualRun:
                 trial.config = config
                 trial.saved = self.outcome.trials[source].saved
                 self._restore(trial, trial.saved)
-                self._go_on(trial)
+                self._continue(trial)
 
     def _pause(self, trial: VirtualTrial, reason: AnyReason) -> None:
         trial.status, trial.reason = "paused", reason
@@ -223,14 +218,12 @@ class VirtualRun:
     def _end(self, trial: VirtualTrial, reason: AnyReason) -> None:
         self._free += trial.status == "running"
         trial.status, trial.reason = "ended", reason
-        self._schedule.on_trial_ended(trial.trial)
-
-    # ------------------------------------------------------------------------------------------ slots
+        self._schedule.on_trial_ended(trial.id)
 
     def _fill(self) -> None:
         """Fill every free slot."""
         while self._free:
-            self._end_who_lost()
+            self._end_stopped_trials()
             trial = self._schedule.next_trial_to_resume()
             if trial is not None:
                 paused = self.outcome.trials[trial]
@@ -238,25 +231,25 @@ class VirtualRun:
                 self._schedule.on_trial_resumed(trial)
                 self._restore(paused, paused.saved)
                 self._start(paused)
-            elif self._schedule.is_waiting() or not self._added():
+            elif self._schedule.is_waiting() or not self._start_new_trial():
                 break
 
-    def _end_who_lost(self) -> None:
-        while (found := self._schedule.next_trial_to_stop()) is not None:
-            loser = self.outcome.trials[found[0]]
-            assert loser.status == "paused", f"{loser} is to be stopped"
-            self._end(loser, found[1].reason)
+    def _end_stopped_trials(self) -> None:
+        while (stopped := self._schedule.next_trial_to_stop()) is not None:
+            trial = self.outcome.trials[stopped[0]]
+            assert trial.status == "paused", f"{trial} is to be stopped"
+            self._end(trial, stopped[1].reason)
 
-    def _added(self) -> bool:
-        """Start a new trial, or say that there is none; return whether anything has changed."""
+    def _start_new_trial(self) -> bool:
+        """Start a new trial, or tell the schedule that there is none; return whether anything has changed."""
         config = next(self._configs, None)
         if config is None:
             before = (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
             self._schedule.on_search_exhausted()
             return before != (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
         trial = VirtualTrial(f"t{len(self.outcome.trials)}", config, self._training.begin(config))
-        self.outcome.trials[trial.trial] = trial
-        self._schedule.on_trial_added(trial.trial, config)
+        self.outcome.trials[trial.id] = trial
+        self._schedule.on_trial_added(trial.id, config)
         self._start(trial)
         return True
 
@@ -276,8 +269,8 @@ class RecordedCall:
 
 def probe_schedule(schedule: Schedule, trials: Iterable[str]) -> object:
     """Return the answers of all calls that change nothing."""
-    ahead = {trial: [schedule.next_milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
-    return schedule.next_trial_to_resume(), schedule.next_trial_to_stop(), schedule.is_waiting(), ahead
+    milestones = {trial: [schedule.next_milestone(trial, step) for step in (0, 1, 4, 26, 90)] for trial in trials}
+    return schedule.next_trial_to_resume(), schedule.next_trial_to_stop(), schedule.is_waiting(), milestones
 
 
 class RecordingSchedule(Schedule):
@@ -291,19 +284,19 @@ class RecordingSchedule(Schedule):
 
     def on_trial_added(self, trial: str, config: Config) -> None:
         self.trials[trial] = None
-        self._tell("on_trial_added", trial, config)
+        self._record("on_trial_added", trial, config)
 
     def decide(self, report: TrialReport) -> Decision:
-        return self._tell("decide", report)
+        return self._record("decide", report)
 
     def on_trial_resumed(self, trial: str) -> None:
-        self._tell("on_trial_resumed", trial)
+        self._record("on_trial_resumed", trial)
 
     def on_trial_ended(self, trial: str) -> None:
-        self._tell("on_trial_ended", trial)
+        self._record("on_trial_ended", trial)
 
     def on_search_exhausted(self) -> None:
-        self._tell("on_search_exhausted")
+        self._record("on_search_exhausted")
 
     def next_milestone(self, trial: str, step: int) -> int | None:
         return self._schedule.next_milestone(trial, step)
@@ -317,7 +310,7 @@ class RecordingSchedule(Schedule):
     def is_waiting(self) -> bool:
         return self._schedule.is_waiting()
 
-    def _tell(self, name: str, *arguments: object) -> Any:
+    def _record(self, name: str, *arguments: object) -> Any:
         answer = getattr(self._schedule, name)(*arguments)
         self.calls.append(RecordedCall(name, arguments, answer, probe_schedule(self._schedule, self.trials)))
         return answer

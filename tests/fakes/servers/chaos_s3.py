@@ -27,7 +27,7 @@ TRANSIENT = (
 )
 """Transient faults: a client may retry."""
 
-_ANSWERS = {Fault.THROTTLE_429: error_reply("429 Too Many Requests", "TooManyRequests")}
+_REPLIES = {Fault.THROTTLE_429: error_reply("429 Too Many Requests", "TooManyRequests")}
 _DONE_500 = error_reply("500 Internal Server Error", "InternalError")
 
 Matches = Callable[[SinkRequest], bool]
@@ -36,8 +36,8 @@ Matches = Callable[[SinkRequest], bool]
 class ChaosS3(S3Sink):
     """`S3Sink` with more faults, and a plan of when to inject them; without a plan it answers correctly.
 
-    `page_count` caps a listing's pages. `injected` counts what was done. A plan looks only at the
-    requests that `script`'s `only` matches; the others are answered correctly.
+    `page_count` limits a listing's pages. `injected` counts the faults. A plan sees only the requests that
+    `script`'s `only` matches; the others are answered correctly.
     """
 
     def __init__(self, *, page_count: int = 1000, drip_period: timedelta = timedelta(seconds=1)) -> None:
@@ -51,15 +51,11 @@ class ChaosS3(S3Sink):
         self._plan_lock = threading.Lock()
 
     def script(
-        self,
-        steps: Iterable[Fault | None],
-        *,
-        then: Fault | None = None,
-        only: Matches = lambda _request: True,
+        self, steps: Iterable[Fault | None], *, then: Fault | None = None, only: Matches = lambda _request: True
     ) -> None:
         """From now on: apply one step to each request, and `then` to all later requests."""
-        following = chain(steps, repeat(then))
-        self._set(lambda: next(following), only)
+        faults = chain(steps, repeat(then))
+        self._set(lambda: next(faults), only)
 
     def always(self, fault: Fault, *, only: Matches = lambda _request: True) -> None:
         """From now on: inject this fault into every request."""
@@ -85,13 +81,13 @@ class ChaosS3(S3Sink):
                 self.injected[fault] += 1
         return fault
 
-    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
-        if fault in _ANSWERS:
-            return _ANSWERS[fault]
-        if "list-type" in asked.query:
-            count = min(self._page_count, int(asked.query.get("max-keys", "1000")))
-            asked = replace(asked, query={**asked.query, "max-keys": str(count)})
-        reply = super()._reply(asked, fault)
+    def _reply(self, request: ParsedRequest, fault: Fault | None) -> Reply:
+        if fault in _REPLIES:
+            return _REPLIES[fault]
+        if "list-type" in request.query:
+            count = min(self._page_count, int(request.query.get("max-keys", "1000")))
+            request = replace(request, query={**request.query, "max-keys": str(count)})
+        reply = super()._reply(request, fault)
         return _DONE_500 if fault is Fault.DONE_500 else reply
 
     def _send(self, sock: socket.socket, reply: Reply, fault: Fault | None) -> None:

@@ -49,7 +49,7 @@ class GcsServer:
     objects: dict[str, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def admits(self, authorization: str) -> bool:
+    def is_authorized(self, authorization: str) -> bool:
         if self.public_key is None:
             return True
         signed, _, signature = authorization.removeprefix("Bearer ").rpartition(".")
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         parts = urlsplit(self.path)
         bucket, _, name = unquote(parts.path).removeprefix("/").partition("/")
-        if not self.state.admits(self.headers.get("authorization", "")):
+        if not self.state.is_authorized(self.headers.get("authorization", "")):
             self._reply(401, _error("AuthenticationRequired", "Authentication required."))
         elif bucket not in self.state.buckets:
             self._reply(404, _error("NoSuchBucket", "The specified bucket does not exist."))
@@ -105,31 +105,30 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             self._reply(404, _error("NoSuchKey", "The specified key does not exist."))
             return
-        asked = self.headers.get("range", "").removeprefix("bytes=").partition("-")
-        first, last = int(asked[0] or 0), min(int(asked[2] or len(data) - 1), len(data) - 1)
+        byte_range = self.headers.get("range", "").removeprefix("bytes=").partition("-")
+        first, last = int(byte_range[0] or 0), min(int(byte_range[2] or len(data) - 1), len(data) - 1)
         headers = {"etag": '"1"', "last-modified": "Wed, 01 Jan 2025 00:00:00 GMT", "x-goog-generation": "1"}
-        if asked[1]:
+        if byte_range[1]:
             headers["content-range"] = f"bytes {first}-{last}/{len(data)}"
-        self._reply(206 if asked[1] else 200, data[first : last + 1], headers)
+        self._reply(206 if byte_range[1] else 200, data[first : last + 1], headers)
 
     _head = _get
 
     def _delete(self, path: str, _: bytes) -> None:
-        found = self.state.objects.pop(path, None)
-        if found is None:
+        if self.state.objects.pop(path, None) is None:
             self._reply(404, _error("NoSuchKey", "The specified key does not exist."))
         else:
             self._reply(204)
 
     def _list(self, bucket: str, query: dict[str, list[str]]) -> None:
         prefix = f"{bucket}/{query.get('prefix', [''])[0]}"
-        found = "".join(
+        contents = "".join(
             f"<Contents><Key>{escape(path.partition('/')[2])}</Key><Size>{len(data)}</Size>"
             '<LastModified>2025-01-01T00:00:00.000Z</LastModified><ETag>"1"</ETag></Contents>'
             for path, data in sorted(self.state.objects.items())
             if path.startswith(prefix)
         )
-        self._reply(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>".encode())
+        self._reply(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>".encode())
 
     def _reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

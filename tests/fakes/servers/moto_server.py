@@ -18,15 +18,15 @@ from moto import server
 from moto.s3.responses import S3Response
 
 _writing = threading.Lock()
-_in_two_steps = S3Response.put_object
+_put_object = S3Response.put_object
 
 
-def _in_one_step(response: S3Response) -> tuple[int, dict[str, Any], str | bytes]:
+def _put_object_locked(response: S3Response) -> tuple[int, dict[str, Any], str | bytes]:
     with _writing:
-        return _in_two_steps(response)
+        return _put_object(response)
 
 
-S3Response.put_object = _in_one_step  # type: ignore[method-assign, assignment]  # for every server of this process
+S3Response.put_object = _put_object_locked  # type: ignore[method-assign, assignment]  # for every server of this process
 
 
 @contextmanager
@@ -36,18 +36,18 @@ def moto_server() -> Iterator[str]:
     All servers of a process show the same buckets, also after their end: give each test module buckets of its own.
     Speak with them through a `boto3.Session()`: the default one keeps the first keys that it finds.
     """
-    started = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    started.start()
+    moto = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
     try:
-        host, port = started.get_host_and_port()
+        host, port = moto.get_host_and_port()
         yield f"http://{host}:{port}"
     finally:
-        started.stop()
+        moto.stop()
 
 
 @cache
 def aws_client(url: str, service: str = "s3") -> Any:
-    """Return Amazon's own client of the server, to prepare it and to look into it: one, since it takes 0.3 CPU s."""
+    """Return Amazon's own client of the server; it is cached, since it takes 0.3 CPU seconds."""
     keys = {"aws_access_key_id": "test-key-id", "aws_secret_access_key": "test-secret-key"}
     return boto3.Session().client(service, endpoint_url=url, region_name="us-east-1", **keys)
 

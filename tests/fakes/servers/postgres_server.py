@@ -19,9 +19,9 @@ _START_SECONDS = 120
 Command = Callable[[Sequence[str]], Sequence[str]]
 
 
-def is_installed() -> bool:
-    """Whether this machine has the server: `apt-get install postgresql`."""
-    return bool(_folders())
+def is_postgres_installed() -> bool:
+    """Return whether this machine has the server: `apt-get install postgresql`."""
+    return bool(_program_folders())
 
 
 @contextmanager
@@ -39,11 +39,11 @@ def postgres_server(inside: Command = lambda command: command) -> Iterator[str]:
     data = folder / "data"
     try:
         _run(["initdb", "-D", str(data), "-U", _USER, "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"])
-        serving = _as_postgres(["postgres", "-D", str(data), "-p", str(port), "-k", str(folder), "-h", "127.0.0.1"])
+        command = _as_postgres(["postgres", "-D", str(data), "-p", str(port), "-k", str(folder), "-h", "127.0.0.1"])
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(inside(serving), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(inside(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            _wait_for(port, process, folder / "log")
+            _wait_until_ready(port, process, folder / "log")
             yield f"postgresql+asyncpg://{_USER}@127.0.0.1:{port}/{_USER}"
         finally:
             process.send_signal(signal.SIGINT)  # ends its sessions, and itself in order
@@ -52,28 +52,28 @@ def postgres_server(inside: Command = lambda command: command) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _folders() -> Sequence[Path]:
+def _program_folders() -> Sequence[Path]:
     """Return where its programs are, the newest version first: Debian does not put them on the PATH."""
     return sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name), reverse=True)
 
 
 def _as_postgres(command: Sequence[str]) -> Sequence[str]:
-    program = [str(_folders()[0] / command[0]), *command[1:]]
+    program = [str(_program_folders()[0] / command[0]), *command[1:]]
     if os.geteuid():
         return program
     return ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups", *program]
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(_as_postgres(command), cwd="/", capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]}: {done.stdout}{done.stderr}")
+    process = subprocess.run(_as_postgres(command), cwd="/", capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{command[0]}: {process.stdout}{process.stderr}")
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    ready = [str(_folders()[0] / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
-    until = time.monotonic() + _START_SECONDS
-    while time.monotonic() < until and process.poll() is None:
+def _wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    ready = [str(_program_folders()[0] / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
         if subprocess.run(ready, check=False).returncode == 0:
             return
         time.sleep(0.1)

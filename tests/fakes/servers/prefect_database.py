@@ -26,19 +26,19 @@ def migrated_database(config: pytest.Config) -> Path:
     """Return a migrated database to copy; one process makes it, and the others wait for it."""
     folder = config.rootpath / ".pytest_cache" / "prefect-database"
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{version('prefect')}.db"
+    database = folder / f"{version('prefect')}.db"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
+        if not database.exists():
             _migrate(partial := folder / uuid4().hex)
-            partial.replace(made)
-    return made
+            partial.replace(database)
+    return database
 
 
 def _migrate(database: Path) -> None:
     url = f"sqlite+aiosqlite:///{database}"
     environment = {**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": url}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _MIGRATE], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -25,16 +25,16 @@ def running_server(command: Sequence[str], port: int, log: Path) -> Iterator[Non
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        _wait_for(port, process, log)
+        _wait_until_listening(port, process, log)
         yield
     finally:
         process.kill()
         process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + _START_SECONDS
-    while time.monotonic() < until and process.poll() is None:
+def _wait_until_listening(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -42,9 +42,9 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"{process.args!r} did not listen on {port}: {log.read_text()[-2000:]}")
 
 
-def until_mounted(folder: Path, process: subprocess.Popen[bytes], *, seconds: float = 30) -> bool:
+def wait_until_mounted(folder: Path, process: subprocess.Popen[bytes], *, seconds: float = 30) -> bool:
     """Wait until something is mounted at `folder`; False where `process`, which mounts it, ends instead."""
-    end = time.monotonic() + seconds
-    while not folder.is_mount() and process.poll() is None and time.monotonic() < end:
+    deadline = time.monotonic() + seconds
+    while not folder.is_mount() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return folder.is_mount()

@@ -17,11 +17,11 @@ _SIGNED_BY = re.compile(r"Credential=([^/]+)/")
 
 def write_profile(path: Path, key: str) -> None:
     """Make `key` the credentials of the default profile, in one rename: that is how they are rotated."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(
+    new = path.with_suffix(".new")
+    new.write_text(
         f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\naws_session_token = token-of-{key}\n"
     )
-    fresh.rename(path)
+    new.rename(path)
 
 
 class RotatingS3(S3Sink):
@@ -63,18 +63,18 @@ class RotatingS3(S3Sink):
             self._accepted = key
             self._renew(key)
 
-    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
+    def _reply(self, request: ParsedRequest, fault: Fault | None) -> Reply:
         with self._changing:
-            self._turn()
-            signed = _SIGNED_BY.search(asked.headers.get("authorization", ""))
+            self._advance()
+            signed = _SIGNED_BY.search(request.headers.get("authorization", ""))
             is_accepted = signed is not None and signed[1] == self._accepted
             if not is_accepted:
-                if trial := _TRIAL.search(asked.key):
+                if trial := _TRIAL.search(request.key):
                     self.refused.add(trial[1])
                 self.refusals += 1
-        return super()._reply(asked, fault) if is_accepted else self._refusal
+        return super()._reply(request, fault) if is_accepted else self._refusal
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         """Take the step that is due: from the first key to none, from none to the next."""
         if self._expired_at is None:
             if self._count_waiting() >= self._trials:

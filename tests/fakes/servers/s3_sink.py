@@ -1,8 +1,7 @@
 """A small S3 server on loopback that counts requests and stores the bytes that it receives.
 
-It signs nothing and checks no credentials; it honours `If-None-Match: *`, ranges, copies, listings
-(version 2), batch deletes and multipart uploads, can add a latency to every reply, and can be set to fail
-on chosen requests. Every bucket exists. Tests use it in their process, benchmarks in one of its own.
+It checks no credentials. It honours `If-None-Match: *`, ranges, copies, listings (version 2), batch deletes and
+multipart uploads, and can be slow or fail on chosen requests. Every bucket exists.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from itertools import islice
-from types import TracebackType
 from typing import IO, Self
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape, unescape
@@ -101,60 +99,60 @@ class ObjectNamespace:
         self._lock = threading.Lock()
         self._serial = 0
 
-    def answer(self, asked: ParsedRequest) -> Reply:
-        is_object = bool(asked.key.partition("/")[2])
+    def handle(self, request: ParsedRequest) -> Reply:
+        is_object = bool(request.key.partition("/")[2])
         with self._lock:
-            match f"{asked.method} {'object' if is_object else 'bucket'}":
+            match f"{request.method} {'object' if is_object else 'bucket'}":
                 case "PUT object":
-                    return self._put(asked)
+                    return self._put(request)
                 case "GET object" | "HEAD object":
-                    return self._get(asked)
-                case "DELETE object" if "uploadId" in asked.query:
-                    self.uploads.pop(asked.query["uploadId"], None)
+                    return self._get(request)
+                case "DELETE object" if "uploadId" in request.query:
+                    self.uploads.pop(request.query["uploadId"], None)
                     return Reply("204 No Content")
                 case "DELETE object":
-                    self.objects.pop(asked.key, None)
+                    self.objects.pop(request.key, None)
                     return Reply("204 No Content")
                 case "POST object":
-                    return self._multipart(asked)
+                    return self._multipart(request)
                 case "POST bucket":
-                    keys = re.findall(r"<Key>([^<]*)</Key>", asked.body.decode())
+                    keys = re.findall(r"<Key>([^<]*)</Key>", request.body.decode())
                     for key in keys:
                         name = unescape(key, {"&quot;": '"', "&apos;": "'"})
-                        self.objects.pop(f"{asked.key.rstrip('/')}/{name}", None)
+                        self.objects.pop(f"{request.key.rstrip('/')}/{name}", None)
                     deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
                     return _xml(f"<DeleteResult>{deleted}</DeleteResult>")
-                case "GET bucket" if "location" not in asked.query:
-                    return self._list(asked)
+                case "GET bucket" if "location" not in request.query:
+                    return self._list(request)
         return Reply("200 OK")
 
-    def _put(self, asked: ParsedRequest) -> Reply:
+    def _put(self, request: ParsedRequest) -> Reply:
         self._serial += 1
         etag = f'"{self._serial:032x}"'
-        if "uploadId" in asked.query:
-            if (parts := self.uploads.get(asked.query["uploadId"])) is None:
+        if "uploadId" in request.query:
+            if (parts := self.uploads.get(request.query["uploadId"])) is None:
                 return _NO_UPLOAD
-            parts[int(asked.query["partNumber"])] = asked.body
-        elif (source := asked.headers.get("x-amz-copy-source")) is not None:
+            parts[int(request.query["partNumber"])] = request.body
+        elif (source := request.headers.get("x-amz-copy-source")) is not None:
             if (copied := self.objects.get(unquote(source).lstrip("/"))) is None:
                 return _NOT_FOUND
-            self.objects[asked.key] = copied
+            self.objects[request.key] = copied
             return _xml(f"<CopyObjectResult><ETag>{etag}</ETag></CopyObjectResult>")
-        elif asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
+        elif request.headers.get("if-none-match") == "*" and request.key in self.objects:
             return error_reply("412 Precondition Failed", "PreconditionFailed")
         else:
-            self.objects[asked.key] = asked.body
+            self.objects[request.key] = request.body
         return Reply("200 OK", f"ETag: {etag}\r\n")
 
-    def _get(self, asked: ParsedRequest) -> Reply:
-        data = self.objects.get(asked.key)
+    def _get(self, request: ParsedRequest) -> Reply:
+        data = self.objects.get(request.key)
         if data is None:
             return _NOT_FOUND
         common = (
             f'ETag: "{id(data):032x}"\r\nAccept-Ranges: bytes\r\n'
             "Last-Modified: Mon, 02 Nov 2026 10:00:00 GMT\r\nContent-Type: application/octet-stream\r\n"
         )
-        span = re.fullmatch(r"bytes=(\d*)-(\d*)", asked.headers.get("range", ""))
+        span = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
         if span is None:
             return Reply("200 OK", common, data)
         size = len(data)
@@ -165,29 +163,29 @@ class ObjectNamespace:
         common += f"Content-Range: bytes {first}-{last}/{size}\r\n"
         return Reply("206 Partial Content", common, memoryview(data)[first : last + 1])
 
-    def _multipart(self, asked: ParsedRequest) -> Reply:
-        bucket, _, key = asked.key.partition("/")
+    def _multipart(self, request: ParsedRequest) -> Reply:
+        bucket, _, key = request.key.partition("/")
         names = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
-        if "uploads" in asked.query:
+        if "uploads" in request.query:
             self._serial += 1
             upload = f"upload-{self._serial}"
             self.uploads[upload] = {}
             text = f"<InitiateMultipartUploadResult>{names}<UploadId>{upload}</UploadId>"
             return _xml(text + "</InitiateMultipartUploadResult>")
-        if (parts := self.uploads.pop(asked.query["uploadId"], None)) is None:
+        if (parts := self.uploads.pop(request.query["uploadId"], None)) is None:
             return _NO_UPLOAD
-        numbers = [int(n) for n in re.findall(rb"<PartNumber>(\d+)</PartNumber>", asked.body)]
-        self.objects[asked.key] = b"".join(parts[n] for n in numbers)
+        numbers = [int(n) for n in re.findall(rb"<PartNumber>(\d+)</PartNumber>", request.body)]
+        self.objects[request.key] = b"".join(parts[n] for n in numbers)
         text = f'<CompleteMultipartUploadResult>{names}<ETag>"{self._serial:032x}"</ETag>'
         return _xml(text + "</CompleteMultipartUploadResult>")
 
-    def _list(self, asked: ParsedRequest) -> Reply:
-        bucket = asked.key.rstrip("/") + "/"
-        prefix = asked.query.get("prefix", "")
-        after = asked.query.get("continuation-token") or asked.query.get("start-after", "")
-        limit = int(asked.query.get("max-keys", "1000"))
+    def _list(self, request: ParsedRequest) -> Reply:
+        bucket = request.key.rstrip("/") + "/"
+        prefix = request.query.get("prefix", "")
+        after = request.query.get("continuation-token") or request.query.get("start-after", "")
+        limit = int(request.query.get("max-keys", "1000"))
         names = sorted(key[len(bucket) :] for key in self.objects if key.startswith(bucket + prefix))
-        rows = list(islice(_rows(names, prefix, asked.query.get("delimiter", ""), after), limit + 1))
+        rows = list(islice(_rows(names, prefix, request.query.get("delimiter", ""), after), limit + 1))
         text = "".join(self._row(bucket, name, is_folder=is_folder) for name, is_folder in rows[:limit])
         more = len(rows) > limit
         token = f"<NextContinuationToken>{escape(rows[limit - 1][0])}</NextContinuationToken>" if more else ""
@@ -235,13 +233,11 @@ class S3Sink:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for sock in tuple(self.connections):
-            _hang_up(sock)
+            _close(sock)
 
     @property
     def requests(self) -> Counter[str]:
@@ -263,7 +259,6 @@ class S3Sink:
         self.log.clear()
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the `bucket/key` names that start with `prefix`."""
         return sorted(name for name in tuple(self._objects.objects) if name.startswith(prefix))
 
     @property
@@ -294,14 +289,14 @@ class S3Sink:
         try:
             with sock.makefile("rb", 1 << 16) as stream:
                 while first := stream.readline():
-                    self._answer(sock, stream, first)
+                    self._handle_request(sock, stream, first)
         except (OSError, ValueError):  # the client went away, or a fault closed the connection
             pass
         finally:
             self.connections.discard(sock)
-            _hang_up(sock)
+            _close(sock)
 
-    def _answer(self, sock: socket.socket, stream: IO[bytes], first: bytes) -> None:
+    def _handle_request(self, sock: socket.socket, stream: IO[bytes], first: bytes) -> None:
         method, target, _ = first.decode("latin-1").split(" ", 2)
         headers = {}
         while line := stream.readline().strip():
@@ -310,15 +305,15 @@ class S3Sink:
         if headers.get("expect") == "100-continue":
             sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if "chunked" in headers.get("transfer-encoding", ""):
-            body = _unchunked(stream)
+            body = _read_chunks(stream)
         else:
-            body = _exactly(stream, int(headers.get("content-length", "0")))
+            body = _read_exactly(stream, int(headers.get("content-length", "0")))
         if "aws-chunked" in headers.get("content-encoding", ""):
-            body = _unchunked(io.BytesIO(body))
+            body = _read_chunks(io.BytesIO(body))
         path, _, query = target.partition("?")
-        values = {name: found[0] for name, found in parse_qs(query, keep_blank_values=True).items()}
-        asked = ParsedRequest(method, unquote(path).lstrip("/"), values, headers, body)
-        request = SinkRequest(method, asked.key, query, len(body), 0, "if-none-match" in headers)
+        parameters = {name: values[0] for name, values in parse_qs(query, keep_blank_values=True).items()}
+        parsed = ParsedRequest(method, unquote(path).lstrip("/"), parameters, headers, body)
+        request = SinkRequest(method, parsed.key, query, len(body), 0, "if-none-match" in headers)
         fault = self.fault(request)
         if self.latency:
             time.sleep(self.latency.total_seconds())
@@ -328,18 +323,18 @@ class S3Sink:
                 _wait_until_closed(sock)
             raise ConnectionResetError
         # A body after the answer to a HEAD would be read as the answer to the connection's next request.
-        reply = replace(self._reply(asked, fault), head_only=method == "HEAD")
+        reply = replace(self._reply(parsed, fault), head_only=method == "HEAD")
         self.log.append(replace(request, bytes_out=0 if reply.head_only else len(reply.body)))
         if fault is Fault.LOSE_REPLY:
             raise ConnectionResetError
         self._send(sock, reply, fault)
 
-    def _reply(self, asked: ParsedRequest, fault: Fault | None) -> Reply:
+    def _reply(self, request: ParsedRequest, fault: Fault | None) -> Reply:
         if fault is Fault.PRETEND:
             return Reply("200 OK", 'ETag: "0"\r\n')
         if fault in _FAULTS:
             return _FAULTS[fault]
-        return self._objects.answer(asked)
+        return self._objects.handle(request)
 
     def _send(self, sock: socket.socket, reply: Reply, fault: Fault | None) -> None:
         half = fault in (Fault.HALF_BODY, Fault.STALL_BODY)
@@ -353,18 +348,18 @@ class S3Sink:
             raise ConnectionResetError
 
 
-def _exactly(stream: IO[bytes], size: int) -> bytearray:
+def _read_exactly(stream: IO[bytes], size: int) -> bytearray:
     body = bytearray(size)
     if stream.readinto(body) != size:  # type: ignore[attr-defined]  # of all binary streams that are buffered
         raise ConnectionResetError
     return body
 
 
-def _unchunked(stream: IO[bytes]) -> bytearray:
-    """Return the bytes inside HTTP's chunks, or inside those that AWS clients wrap a body in (`aws-chunked`)."""
+def _read_chunks(stream: IO[bytes]) -> bytearray:
+    """Return the bytes inside HTTP's chunks, or inside the chunks of AWS clients (`aws-chunked`)."""
     body = bytearray()
     while size := int(stream.readline().split(b";")[0], 16):
-        body += _exactly(stream, size)
+        body += _read_exactly(stream, size)
         stream.readline()
     while stream.readline().strip():  # the trailers
         pass
@@ -376,7 +371,7 @@ def _wait_until_closed(sock: socket.socket) -> None:
         pass
 
 
-def _hang_up(sock: socket.socket) -> None:
+def _close(sock: socket.socket) -> None:
     with suppress(OSError):  # the other side was first
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()

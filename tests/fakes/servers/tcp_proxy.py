@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 1 << 16
@@ -16,7 +15,7 @@ class TcpProxy:
     """Passes connections to `host` on to `port` of this machine, for the time of a `with` block."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        self._to = port
+        self._server_port = port
         self._host = host
         self._swallows = threading.Event()
         self._refuses = threading.Event()
@@ -34,13 +33,11 @@ class TcpProxy:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._hang_up()
+        self._close_all()
 
     @property
     def url(self) -> str:
@@ -48,7 +45,7 @@ class TcpProxy:
 
     @property
     def connection_count(self) -> int:
-        """How many connections its clients keep open."""
+        """The number of connections that its clients keep open."""
         with self._lock:
             return len(self._clients)
 
@@ -59,17 +56,17 @@ class TcpProxy:
     def refuse(self) -> None:
         """From now on the server looks dead: connections are cut, new ones are closed at once."""
         self._refuses.set()
-        self._hang_up()
+        self._close_all()
 
     def answer_503(self) -> None:
         """From now on every HTTP request is answered by "503"; connections are cut first."""
         self._fails.set()
-        self._hang_up()
+        self._close_all()
 
     def restore(self) -> None:
         """Serve again. Connections that were swallowed are cut: their state is lost."""
         if self._swallows.is_set():
-            self._hang_up()
+            self._close_all()
         self._swallows.clear()
         self._refuses.clear()
         self._fails.clear()
@@ -92,21 +89,21 @@ class TcpProxy:
                 client.recv(_CHUNK_BYTES)
                 client.sendall(_503)
             return
-        server = None if self._swallows.is_set() else self._connected(client)
+        server = None if self._swallows.is_set() else self._connect(client)
         with self._lock:
             self._clients[client] = server
         if server is not None:
-            threading.Thread(target=self._pump_back, args=(server, client), daemon=True).start()
-        self._pump_forth(client, server)
+            threading.Thread(target=self._forward_replies, args=(server, client), daemon=True).start()
+        self._forward_requests(client, server)
 
-    def _connected(self, client: socket.socket) -> socket.socket | None:
+    def _connect(self, client: socket.socket) -> socket.socket | None:
         try:
-            return socket.create_connection(("127.0.0.1", self._to))
+            return socket.create_connection(("127.0.0.1", self._server_port))
         except OSError:
             client.close()
             return None
 
-    def _pump_forth(self, client: socket.socket, server: socket.socket | None) -> None:
+    def _forward_requests(self, client: socket.socket, server: socket.socket | None) -> None:
         """Read until the client hangs up: then, and only then, its connection is gone."""
         with suppress(OSError):
             while data := client.recv(_CHUNK_BYTES):
@@ -114,7 +111,7 @@ class TcpProxy:
                     server.sendall(data)
         self._close(client)
 
-    def _pump_back(self, server: socket.socket, client: socket.socket) -> None:
+    def _forward_replies(self, server: socket.socket, client: socket.socket) -> None:
         with suppress(OSError):
             while data := server.recv(_CHUNK_BYTES):
                 if self._swallows.is_set():
@@ -126,13 +123,13 @@ class TcpProxy:
     def _close(self, client: socket.socket) -> None:
         with self._lock:
             server = self._clients.pop(client, None)
-        for each in (client, server):
-            if each is not None:
+        for connection in (client, server):
+            if connection is not None:
                 with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-                each.close()
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
 
-    def _hang_up(self) -> None:
+    def _close_all(self) -> None:
         with self._lock:
             clients = tuple(self._clients)
         for client in clients:

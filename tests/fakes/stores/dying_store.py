@@ -33,13 +33,11 @@ class Failure(Enum):
 
 
 class DyingStore(StoreWrapper):
-    """Passes everything on to `inner`, and fails once: at operation `nth` (from 1), in the given way.
+    """Passes everything on to `inner`, and fails once: at operation `nth` (from 1), or never (0).
 
-    After a crash every further operation crashes too, from whichever thread: the process is gone, its
-    cleaning up does not happen. `inner` keeps what survived. `operations` counts the calls by method
-    name, the failing one included, and `total` is their number, so that a test can run once with
-    `nth=0` (never fails) to learn how many points there are. With `only` just the methods named there
-    are counted as points.
+    After a crash every further operation crashes too, in all threads: the process is dead. `inner` keeps what
+    survived. `operations` counts the calls by method name, the failing one included; `total` is their number.
+    With `only`, just these methods are counted in `total`.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class DyingStore(StoreWrapper):
         super().delete(paths)
 
     def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
-        if not self._fails(method):
+        if not self._count(method):
             return operation()
         self.failed_at = f"{method} {path}"
         if self._way is Failure.UNAVAILABLE:
@@ -74,7 +72,7 @@ class DyingStore(StoreWrapper):
         if self._way is Failure.TORN and method == "delete":
             self.inner.delete(self._half)
         if self._way in (Failure.CRASH_AFTER, Failure.REPLY_LOST):
-            with suppress(TuneError):  # what the target answered, a refusal too, is what gets lost
+            with suppress(TuneError):  # the reply, also a refusal, gets lost
                 operation()
         if self._way is not Failure.REPLY_LOST:
             self.dead = True
@@ -82,10 +80,12 @@ class DyingStore(StoreWrapper):
         error = CommitUnknown if method == "create" else StoreUnavailable
         raise error(f"{path}: the reply to {method} was lost")
 
-    def _fails(self, method: str) -> bool:
+    def _count(self, method: str) -> bool:
+        """Count a call; return whether it is the one that fails."""
         with self._lock:
             if self.dead:
                 raise Crash("the process is dead")
             self.operations[method] += 1
-            self._points += self._only is None or method in self._only
-            return self._points == self._nth and (self._only is None or method in self._only)
+            is_point = self._only is None or method in self._only
+            self._points += is_point
+            return is_point and self._points == self._nth

@@ -1,4 +1,4 @@
-"""Both ends of a transfer without a disk: a directory to save, and a place to restore into, as dictionaries."""
+"""Both ends of a transfer in memory: a directory to save, and a directory to restore into."""
 
 from __future__ import annotations
 

@@ -74,40 +74,38 @@ class MemoryPosix:
             files: set[_File] = set()
             for folder in self._folders(self._root, both=True):
                 _forget_names(folder, rng)
-                files |= {found for found in folder.names.values() if isinstance(found, _File)}
+                files |= {entry for entry in folder.names.values() if isinstance(entry, _File)}
             for file in sorted(files, key=lambda file: file.inode):
                 _forget_data(file, rng)
 
     def tree(self) -> dict[str, bytes]:
         """Return every file's bytes by its path, hidden ones included."""
-        return dict(_tree(self._root, ""))
+        return dict(_iter_files(self._root, ""))
 
     def die_with_process(self) -> None:
         """Close everything, as the kernel does for a process that has died."""
         with self._lock:
             self._open.clear()
 
-    # ------------------------------------------------------------------------------- FileSystemCalls
-
     def open_root(self, path: str) -> int:
         del path
-        return self._give(self._root)
+        return self._open_entry(self._root)
 
     def open_folder(self, name: str, folder: int) -> int:
         with self._lock:
-            found = self._entry(name, folder)
-            if not isinstance(found, _Folder):
+            entry = self._entry(name, folder)
+            if not isinstance(entry, _Folder):
                 raise _error(errno.ENOTDIR)
-            return self._give(found)
+            return self._open_entry(entry)
 
     def open_file(self, name: str, folder: int) -> int:
         with self._lock:
-            return self._give(self._entry(name, folder))
+            return self._open_entry(self._entry(name, folder))
 
     def create_file(self, name: str, folder: int) -> int:
-        with self._at_free(name, folder) as where:
-            where.names[name] = _File(self._new_inode(), modified_ns=self.clock_ns)
-            return self._give(where.names[name])
+        with self._lock_free_name(name, folder) as parent:
+            parent.names[name] = _File(self._new_inode(), modified_ns=self.clock_ns)
+            return self._open_entry(parent.names[name])
 
     def close(self, file: int) -> None:
         with self._lock:
@@ -136,20 +134,20 @@ class MemoryPosix:
     def fsync_folder(self, folder: int) -> None:
         with self._lock:
             if self._fsync_works:
-                where = self._folder(folder)
-                where.synced = dict(where.names)
+                parent = self._folder(folder)
+                parent.synced = dict(parent.names)
 
     def sync(self) -> None:
         with self._lock:
             for folder in self._folders(self._root, both=False) if self._fsync_works else ():
                 folder.synced = dict(folder.names)
-                for found in folder.names.values():
-                    if isinstance(found, _File):
-                        found.synced = bytes(found.data)
+                for entry in folder.names.values():
+                    if isinstance(entry, _File):
+                        entry.synced = bytes(entry.data)
 
     def link(self, name: str, folder: int, new_name: str, new_folder: int) -> None:
-        with self._at_free(new_name, new_folder) as where:
-            where.names[new_name] = self._entry(name, folder)
+        with self._lock_free_name(new_name, new_folder) as parent:
+            parent.names[new_name] = self._entry(name, folder)
 
     def rename(self, name: str, folder: int, new_name: str, new_folder: int) -> None:
         with self._lock:
@@ -168,17 +166,17 @@ class MemoryPosix:
             del self._folder(folder).names[name]
 
     def mkdir(self, name: str, folder: int) -> None:
-        with self._at_free(name, folder) as where:
-            where.names[name] = _Folder(self._new_inode())
+        with self._lock_free_name(name, folder) as parent:
+            parent.names[name] = _Folder(self._new_inode())
 
     def rmdir(self, name: str, folder: int) -> None:
         with self._lock:
-            found = self._entry(name, folder)
-            if not isinstance(found, _Folder):
+            entry = self._entry(name, folder)
+            if not isinstance(entry, _Folder):
                 raise _error(errno.ENOTDIR)
-            if found.names:
+            if entry.names:
                 raise _error(errno.ENOTEMPTY)
-            found.is_removed = True
+            entry.is_removed = True
             del self._folder(folder).names[name]
 
     def fstat(self, file: int) -> FileStatus:
@@ -197,12 +195,10 @@ class MemoryPosix:
         with self._lock:
             return not self._folder(folder).names
 
-    # -------------------------------------------------------------------------------------- files below
-
-    def _give(self, found: _File | _Folder) -> int:
+    def _open_entry(self, entry: _File | _Folder) -> int:
         with self._lock:
             self._files += 1
-            self._open[self._files] = found
+            self._open[self._files] = entry
             return self._files
 
     def _new_inode(self) -> int:
@@ -210,57 +206,55 @@ class MemoryPosix:
         return self._inodes
 
     def _entry(self, name: str, folder: int) -> _File | _Folder:
-        found = self._folder(folder).names.get(name)
-        if found is None:
+        entry = self._folder(folder).names.get(name)
+        if entry is None:
             raise _error(errno.ENOENT)
-        return found
+        return entry
 
     @contextmanager
-    def _at_free(self, name: str, folder: int) -> Iterator[_Folder]:
+    def _lock_free_name(self, name: str, folder: int) -> Iterator[_Folder]:
         """Hold the disk's lock while the folder exists and has no such name."""
         with self._lock:
-            where = self._folder(folder)
-            if where.is_removed:
+            parent = self._folder(folder)
+            if parent.is_removed:
                 raise _error(errno.ENOENT)
-            if name in where.names:
+            if name in parent.names:
                 raise _error(errno.EEXIST)
-            yield where
+            yield parent
 
     def _folder(self, file: int) -> _Folder:
-        found = self._open[file]
-        if not isinstance(found, _Folder):
+        entry = self._open[file]
+        if not isinstance(entry, _Folder):
             raise _error(errno.ENOTDIR)
-        return found
+        return entry
 
     def _file(self, file: int) -> _File:
-        found = self._open[file]
-        if not isinstance(found, _File):
+        entry = self._open[file]
+        if not isinstance(entry, _File):
             raise _error(errno.EISDIR)
-        return found
+        return entry
 
-    def _status(self, found: _File | _Folder) -> FileStatus:
-        if isinstance(found, _Folder):
-            return FileStatus(stat.S_IFDIR | 0o755, 1, found.inode, 2, 0, 0)
-        folders = self._folders(self._root, both=False)
-        links = sum(entry is found for folder in folders for entry in folder.names.values())
-        return FileStatus(stat.S_IFREG | 0o644, 1, found.inode, links, len(found.data), found.modified_ns)
+    def _status(self, entry: _File | _Folder) -> FileStatus:
+        if isinstance(entry, _Folder):
+            return FileStatus(stat.S_IFDIR | 0o755, 1, entry.inode, 2, 0, 0)
+        links = sum(link is entry for folder in self._folders(self._root, both=False) for link in folder.names.values())
+        return FileStatus(stat.S_IFREG | 0o644, 1, entry.inode, links, len(entry.data), entry.modified_ns)
 
     def _folders(self, folder: _Folder, *, both: bool) -> Iterator[_Folder]:
         yield folder
         inner = {**folder.names, **folder.synced} if both else dict(folder.names)
-        for found in inner.values():
-            if isinstance(found, _Folder):
-                yield from self._folders(found, both=both)
+        for entry in inner.values():
+            if isinstance(entry, _Folder):
+                yield from self._folders(entry, both=both)
 
 
 def _forget_names(folder: _Folder, rng: random.Random | None) -> None:
     if rng is None:
         folder.names = dict(folder.synced)
     else:
-        changed = sorted(
-            name for name in folder.names | folder.synced if folder.names.get(name) is not folder.synced.get(name)
-        )
-        for name in changed:
+        for name in sorted(folder.names | folder.synced):
+            if folder.names.get(name) is folder.synced.get(name):
+                continue
             if rng.random() < 0.5 and name in folder.synced:
                 folder.names[name] = folder.synced[name]
             elif rng.random() < 0.5 and name not in folder.synced:
@@ -276,12 +270,12 @@ def _forget_data(file: _File, rng: random.Random | None) -> None:
     file.data = bytearray(file.synced)
 
 
-def _tree(folder: _Folder, prefix: str) -> Iterator[tuple[str, bytes]]:
-    for name, found in sorted(folder.names.items()):
-        if isinstance(found, _Folder):
-            yield from _tree(found, f"{prefix}{name}/")
+def _iter_files(folder: _Folder, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for name, entry in sorted(folder.names.items()):
+        if isinstance(entry, _Folder):
+            yield from _iter_files(entry, f"{prefix}{name}/")
         else:
-            yield prefix + name, bytes(found.data)
+            yield prefix + name, bytes(entry.data)
 
 
 def _error(number: int) -> OSError:
@@ -289,11 +283,10 @@ def _error(number: int) -> OSError:
 
 
 class DyingCalls:
-    """One process on a disk, failing once: at the nth call that changes the disk (from 1), in the given way.
+    """One process on a disk, which fails once: at the nth call that changes the disk (from 1).
 
-    `TORN` writes half of the bytes; `REPLY_LOST` does it and `UNAVAILABLE` does not, both answer EIO.
-    After a crash every call crashes. `total` is the number of changing calls so far, `failed_at` the
-    call that failed.
+    `TORN` writes half of the bytes; `REPLY_LOST` and `UNAVAILABLE` raise EIO after and before the call. After a crash
+    every call crashes. `total` is the number of changing calls so far, `failed_at` the call that failed.
     """
 
     def __init__(self, disk: MemoryPosix, nth: int, way: Failure = Failure.CRASH_BEFORE) -> None:
@@ -305,13 +298,13 @@ class DyingCalls:
         self._way = way
         self._lock = threading.Lock()
 
-    def _change(self, what: str, call: Callable[[], _T], torn: Callable[[], object] = lambda: None) -> _T:
+    def _change(self, name: str, call: Callable[[], _T], torn: Callable[[], object] = lambda: None) -> _T:
         with self._lock:
-            self._alive()
+            self._require_alive()
             self.total += 1
             if self.total != self._nth:
                 return call()
-            self.failed_at = what
+            self.failed_at = name
             if self._way is Failure.TORN:
                 torn()
             if self._way in (Failure.CRASH_AFTER, Failure.REPLY_LOST):
@@ -319,24 +312,24 @@ class DyingCalls:
             if self._way in (Failure.REPLY_LOST, Failure.UNAVAILABLE):
                 raise _error(errno.EIO)
             self.dead = True
-            raise Crash(f"at {what}: {self._way.value}")
+            raise Crash(f"at {name}: {self._way.value}")
 
-    def _alive(self) -> None:
+    def _require_alive(self) -> None:
         if self.dead:
             raise Crash("the process is dead")
 
-    def _look(self, call: Callable[[], _T]) -> _T:
-        self._alive()
+    def _read(self, call: Callable[[], _T]) -> _T:
+        self._require_alive()
         return call()
 
     def open_root(self, path: str) -> int:
-        return self._look(lambda: self.disk.open_root(path))
+        return self._read(lambda: self.disk.open_root(path))
 
     def open_folder(self, name: str, folder: int) -> int:
-        return self._look(lambda: self.disk.open_folder(name, folder))
+        return self._read(lambda: self.disk.open_folder(name, folder))
 
     def open_file(self, name: str, folder: int) -> int:
-        return self._look(lambda: self.disk.open_file(name, folder))
+        return self._read(lambda: self.disk.open_file(name, folder))
 
     def create_file(self, name: str, folder: int) -> int:
         return self._change("create_file", lambda: self.disk.create_file(name, folder))
@@ -349,7 +342,7 @@ class DyingCalls:
         return self._change("write", lambda: self.disk.write(file, data), lambda: self.disk.write(file, half))
 
     def pread(self, file: int, length: int, offset: int) -> bytes:
-        return self._look(lambda: self.disk.pread(file, length, offset))
+        return self._read(lambda: self.disk.pread(file, length, offset))
 
     def copy_range(self, source: int, file: int, length: int, offset: int) -> int:
         def copy(length: int) -> int:
@@ -382,13 +375,13 @@ class DyingCalls:
         self._change("rmdir", lambda: self.disk.rmdir(name, folder))
 
     def fstat(self, file: int) -> FileStatus:
-        return self._look(lambda: self.disk.fstat(file))
+        return self._read(lambda: self.disk.fstat(file))
 
     def stat(self, name: str, folder: int) -> FileStatus:
-        return self._look(lambda: self.disk.stat(name, folder))
+        return self._read(lambda: self.disk.stat(name, folder))
 
     def listdir(self, folder: int) -> list[str]:
-        return self._look(lambda: self.disk.listdir(folder))
+        return self._read(lambda: self.disk.listdir(folder))
 
     def is_empty_folder(self, folder: int) -> bool:
-        return self._look(lambda: self.disk.is_empty_folder(folder))
+        return self._read(lambda: self.disk.is_empty_folder(folder))

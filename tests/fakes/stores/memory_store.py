@@ -1,4 +1,4 @@
-"""A correct object store in a dictionary, which counts every operation; and a store around another one."""
+"""A correct object store in a dictionary, which counts every operation; and a wrapper of a store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _T = TypeVar("_T")
 class MemoryStore:
     """Object-store semantics: an object is there whole or not at all, and visible at once.
 
-    `objects` is the state itself: a test may read and damage it. `operations` counts the
-    calls by method name, `bytes_in` and `bytes_out` the bytes that really travelled.
+    A test may read and damage `objects`. `operations` counts the calls by method name.
     """
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
@@ -39,12 +38,12 @@ class MemoryStore:
             self.operations["create"] += 1
             if validate_path(path) in self.objects:
                 raise AlreadyExists(f"{path}: there already")
-            self._keep(path, data)
+            self._store(path, data)
 
     def put(self, path: str, data: Buffer) -> None:
         with self._lock:
             self.operations["put"] += 1
-            self._keep(validate_path(path), data)
+            self._store(validate_path(path), data)
 
     def copy(self, source: str, path: str) -> None:
         with self._lock:
@@ -58,9 +57,9 @@ class MemoryStore:
         data = b"".join(pieces)
         with self._lock:
             self.operations["replace"] += 1
-            self._keep(validate_path(path), data)
+            self._store(validate_path(path), data)
 
-    def _keep(self, path: str, data: Buffer) -> None:
+    def _store(self, path: str, data: Buffer) -> None:
         self.objects[path] = bytes(data)
         self.bytes_in += len(self.objects[path])
 
@@ -70,9 +69,9 @@ class MemoryStore:
             data = self.objects.get(validate_path(path))
             if data is None:
                 raise ObjectNotFound(f"{path}: nothing there")
-            wanted = data[offset:] if length is None else data[offset : offset + length]
-            self.bytes_out += len(wanted)
-            return wanted
+            part = data[offset:] if length is None else data[offset : offset + length]
+            self.bytes_out += len(part)
+            return part
 
     def size(self, path: str) -> int | None:
         with self._lock:
@@ -104,7 +103,6 @@ class OneWriterStore(MemoryStore):
 
     @classmethod
     def holding(cls, objects: Mapping[str, bytes]) -> OneWriterStore:
-        """Return one that holds these."""
         store = cls()
         store.objects.update(objects)
         return store
@@ -119,13 +117,13 @@ class ParallelMemoryStore(ParallelStore, MemoryStore):
 
 
 class StoreWrapper:
-    """Passes each operation on to `inner` through `around`, which a subclass overrides."""
+    """Passes each operation on to `inner` through `intercept`, which a subclass overrides."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
 
     def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
-        """Carry out an operation, now, later or never; of several paths, `path` has all. It may be called later."""
+        """Carry out an operation, now, later or never; `path` has all of several paths."""
         del method, path
         return operation()
 

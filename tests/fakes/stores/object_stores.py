@@ -23,12 +23,11 @@ def object_store(
     prefix: str = "below/a prefix",
     **options: object,
 ) -> ObstoreStore:
-    made: Any = partial(
-        S3Store, bucket, prefix=prefix, endpoint=endpoint, region="us-east-1", unsigned_payload=True, **KEYS
-    )
+    common: dict[str, Any] = {"prefix": prefix, "endpoint": endpoint, "region": "us-east-1", **KEYS}
 
     def connect(request_timeout: timedelta) -> Any:
-        return make_client(made, request_timeout, {"allow_http": True, **options})
+        constructor = partial(S3Store, bucket, unsigned_payload=True, **common)
+        return make_client(constructor, request_timeout, {"allow_http": True, **options})
 
     deadline = Deadline.after(timedelta(seconds=seconds))
     return ObstoreStore(connect, deadline=deadline, request_timeout=request_timeout)

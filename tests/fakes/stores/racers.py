@@ -12,20 +12,16 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 def race_to_create(stores: Sequence[ObjectStore], objects: int) -> list[int]:
     """Race the stores for each object; return for each object how many stores report that they created it."""
-    together = Barrier(len(stores))
+    barrier = Barrier(len(stores))
 
-    def creates(number: int) -> list[bool]:
-        return [_wins(stores[number], f"{each}", b"%d" % number, together) for each in range(objects)]
+    def try_create(number: int, name: str) -> bool:
+        barrier.wait()
+        try:
+            stores[number].create(name, b"%d" % number)
+        except AlreadyExists:
+            return False
+        return True
 
-    with ThreadPoolExecutor(len(stores)) as racers:
-        found = racers.map(creates, range(len(stores)))
-        return [sum(each) for each in zip(*found, strict=True)]
-
-
-def _wins(store: ObjectStore, name: str, body: bytes, together: Barrier) -> bool:
-    together.wait()
-    try:
-        store.create(name, body)
-    except AlreadyExists:
-        return False
-    return True
+    with ThreadPoolExecutor(len(stores)) as pool:
+        wins = pool.map(lambda number: [try_create(number, f"{name}") for name in range(objects)], range(len(stores)))
+        return [sum(wins_of_object) for wins_of_object in zip(*wins, strict=True)]

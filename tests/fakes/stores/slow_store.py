@@ -15,10 +15,9 @@ _T = TypeVar("_T")
 
 
 class SlowStore(StoreWrapper):
-    """The nth write is answered by "not known", and is carried out `delay` operations later; None is never.
+    """The outcome of the nth write is unknown: it is carried out `delay` operations later, or never (None).
 
-    The network outlives the process that wrote: operations of later processes count too.
-    `writes` is how many there were.
+    Operations of later processes count too. `writes` is the number of writes so far.
     """
 
     def __init__(self, inner: ObjectStore, nth: int, delay: int | None) -> None:
@@ -26,26 +25,26 @@ class SlowStore(StoreWrapper):
         self.writes = 0
         self._nth = nth
         self._delay = delay
-        self._on_its_way: Callable[[], object] | None = None
+        self._delayed_write: Callable[[], object] | None = None
 
     def intercept(self, method: str, path: str, operation: Callable[[], _T]) -> _T:
-        self._time_passes()
+        self._advance()
         self.writes += method in WRITES
         if method not in WRITES or self.writes != self._nth:
             return operation()
-        self._on_its_way = operation
+        self._delayed_write = operation
         raise (CommitUnknown if method == "create" else StoreUnavailable)(f"{path}: no answer")
 
-    def lose_write(self, soon: int, delay: int | None) -> None:
-        """Lose track of the write that comes `soon`, 1 for the next, unless another one is on its way."""
-        if self._on_its_way is None:
-            self._nth, self._delay = self.writes + soon, delay
+    def lose_write(self, ahead: int, delay: int | None) -> None:
+        """Delay the write that comes `ahead`, 1 for the next, unless another one is delayed."""
+        if self._delayed_write is None:
+            self._nth, self._delay = self.writes + ahead, delay
 
-    def _time_passes(self) -> None:
-        if self._on_its_way is None or self._delay is None:
+    def _advance(self) -> None:
+        if self._delayed_write is None or self._delay is None:
             return
         self._delay -= 1
         if self._delay < 0:
             with suppress(AlreadyExists):  # the caller has given up waiting
-                self._on_its_way()
-            self._on_its_way = None
+                self._delayed_write()
+            self._delayed_write = None

@@ -30,7 +30,7 @@ from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.search.domains import grid_search
 from prefect_tune.flows.tune import tune
 from prefect_tune.testing import without_server
-from tests.fakes.servers.postgres_server import is_installed, postgres_server
+from tests.fakes.servers.postgres_server import is_postgres_installed, postgres_server
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.task_runners import dask, ray, worker_of
 from tests.fakes.trial_processes import wait_until
@@ -409,7 +409,7 @@ _TRIALS, _MAX_CONCURRENT, _CLUSTER_STEPS, _SAVE_INTERVAL = 100, 16, 10, 5
 @pytest.fixture
 def search_environment(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     """The environment of a process that searches, with a Prefect server on PostgreSQL."""
-    if not is_installed():
+    if not is_postgres_installed():
         pytest.skip("apt-get install postgresql")
     if os.geteuid():
         pytest.skip("control groups take root")

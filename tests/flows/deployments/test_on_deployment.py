@@ -31,7 +31,7 @@ from prefect_tune.executors import launchers
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.executors.remote_executor import RemoteSearchChannel
 from prefect_tune.executors.trial_executor import AttemptCancelledError
-from tests.fakes.searches.far_attempts import plan_at
+from tests.fakes.searches.far_attempts import make_spec
 
 
 def make_request(attempt: int) -> AttemptRequest:
@@ -113,7 +113,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> TrialSpec:
-    return plan_at(LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
+    return make_spec(LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
 
 
 def start_attempt(spec: TrialSpec, deployment: DeploymentLauncher | None = None) -> Callable[[], object]:

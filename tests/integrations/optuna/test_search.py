@@ -39,7 +39,7 @@ from prefect_tune.core.search.space import ParameterFound, read_config
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from prefect_tune.parameters.argument_checks import component_to_json, parse_search
-from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, regret
+from tests.fakes.searches.functions import BRANIN, HARTMANN, Problem, measure_regret
 from tests.fakes.searches.spaces import spaces
 from tests.integrations.optuna.experiments import LOSS, LOSS_AND_SCORE, SEED, Experiment
 
@@ -472,6 +472,6 @@ def test_a_sampler_that_is_none_is_refused_before_anything_is_begun(sampler: Any
 def test_the_median_regret_of_twenty_seeds_is_small(
     problem: Problem, limit: float, record_property: Callable[[str, object], None]
 ) -> None:
-    median_regret = median(regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
+    median_regret = median(measure_regret(OptunaSearch(None, 100), problem, seed).value for seed in range(20))
     record_property(f"figure: median regret of TPE after 100 trials, {problem.name}", round(median_regret, 4))
     assert median_regret <= limit

@@ -33,7 +33,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.staging import replace_file
 from prefect_tune.stores.posix_store import UNSUPPORTED, FileSystemCalls, PosixStore, make_root
-from tests.fakes.servers.processes import until_mounted
+from tests.fakes.servers.processes import wait_until_mounted
 from tests.stores.contract import StoreContract
 
 NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own, which takes root")
@@ -537,7 +537,7 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
     command = [rclone, "mount", "--vfs-cache-mode", "writes", "--config", os.devnull, str(source), str(mounted)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            if not until_mounted(mounted, process):
+            if not wait_until_mounted(mounted, process):
                 pytest.skip("this machine allows no mounts")
             yield mounted
         finally:
