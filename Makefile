@@ -33,7 +33,7 @@ NEWER_PYTHONS := 3.12 3.13
 QUICK_TESTS := tests/core/search tests/core/test_values.py tests/core/messages/test_target_messages.py \
 	tests/core/documents/test_golden.py tests/core/journal/test_journal.py tests/core/experiment/test_trial_transitions.py \
 	tests/core/test_display_text.py tests/stores/posix/test_posix_store.py \
-	tests/stores/local/test_scratch.py tests/stores/local/test_staging.py tests/stores/local/test_scratch.py
+	tests/stores/local/test_scratch.py tests/stores/local/test_staging.py
 FIND_PYTHON = for each in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python; do \
 	"$$each" -c "import sys; sys.exit(sys.version.split('.')[:2] != '$$version'.split('.'))" 2>/dev/null \
 	&& python=$$each && break; done

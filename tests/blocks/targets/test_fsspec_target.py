@@ -13,6 +13,7 @@ import pytest
 
 from prefect_tune.blocks import FsspecTarget, resolve_target
 from prefect_tune.core.errors import InvalidInput
+from prefect_tune.stores.subprocess_store import SubprocessStore
 from tests.blocks.conftest import SHORT
 from tests.fakes.servers.processes import free_port, running_server
 
@@ -120,6 +121,6 @@ def _list_children() -> list[str]:
             text, command = status.read_text(), (status.parent / "cmdline").read_text()
         except OSError:
             continue  # it has just exited
-        if f"PPid:\t{os.getpid()}\n" in text and "child_process.worker" in command and "State:\tZ" not in text:
+        if f"PPid:\t{os.getpid()}\n" in text and SubprocessStore.__module__ in command and "State:\tZ" not in text:
             children.append(command)
     return children
