@@ -48,14 +48,15 @@ def _show_nothing(run_search: ModuleType) -> None:
     """Disable report, log lines, progress, live status, events and assets; leave everything else unchanged."""
 
     class NoReporter:
-        def conclude(self) -> None:
+        def begin_final_report(self) -> None:
             pass
 
     @contextmanager
-    def showing_nothing(*_: object, **__: object) -> Iterator[tuple[Sequence[Any], NoReporter]]:
+    def observing_nothing(*_: object, **__: object) -> Iterator[tuple[Sequence[Any], NoReporter]]:
         yield (), NoReporter()
 
-    run_search.showing = showing_nothing  # type: ignore[attr-defined]  # a module's own name
+    assert hasattr(run_search, "observing_run")  # else this would disable nothing
+    run_search.observing_run = observing_nothing  # type: ignore[attr-defined]  # the name in this module
 
 
 def _main(is_visible: bool, units: int, trials: int, steps: int, folder: Path) -> None:  # noqa: FBT001  a command line

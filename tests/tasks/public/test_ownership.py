@@ -49,7 +49,7 @@ def test_a_later_run_takes_over_and_the_earlier_one_is_refused(caller: Caller, r
     save, sync = caller.save_checkpoint, caller.sync
     for act in (lambda: save(3), lambda: sync(status="completed"), lambda: save(2)):
         with pytest.raises(
-            pt.Superseded, match=rf"{run} \(pid 1 on here, flow run {run}\) has taken it over from this"
+            pt.Superseded, match=rf"{run} \(pid 1 on here, flow run {run}\) has taken it over, and this run"
         ):
             act()
     assert caller.load_state() == state
