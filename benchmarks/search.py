@@ -58,11 +58,11 @@ def _row(name: str, run: Run, seeds: int, limits: Mapping[str, float]) -> list[s
     cells = [name]
     for problem in (BRANIN, HARTMANN):
         regrets = [run(problem, seed) for seed in range(seeds)]
-        values = [measure_regret.value for measure_regret in regrets]
+        values = [regret.value for regret in regrets]
         low, middle, high = quantiles(values, n=4)
         limit = limits.get(problem.name)
         met = "" if limit is None else f" (≤ {limit:.2f}: {'yes' if middle <= limit else '**no**'})"
-        cost = sum(measure_regret.cpu_seconds for measure_regret in regrets) / seeds / TRIALS * 1000
+        cost = sum(regret.cpu_seconds for regret in regrets) / seeds / TRIALS * 1000
         cells += [f"{middle:.3f}{met}", f"{low:.3f} to {high:.3f}", f"{cost:.1f}"]
     return cells
 
