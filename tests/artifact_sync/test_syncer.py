@@ -291,7 +291,7 @@ class _IgnoresDeadline(Bucket):
 
 
 def test_even_a_store_that_cannot_be_ended_gets_no_second_writer(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefect_tune.artifact_sync._GRACE", timedelta(0))
+    monkeypatch.setattr("prefect_tune.artifact_sync._GRACE_PERIOD", timedelta(0))
     BUCKETS["overdue"] = bucket = _IgnoresDeadline()
     bucket.gate.clear()
     for other in FILES.keys() - {"log.txt"}:

@@ -174,5 +174,5 @@ def test_another_training_loop_than_the_callback_knows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(fit_loop._FitLoop, "on_advance_end")
-    with pytest.raises(pt.InvalidInput, match=r"version 2\.6, found another: .*on_advance_end"):
+    with pytest.raises(pt.InvalidInput, match=r"training loop of version 2\.6: .*on_advance_end"):
         run("plain", {"max_epochs": 1}, None, RecordingSession({}, 0, tmp_path))

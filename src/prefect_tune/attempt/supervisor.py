@@ -444,8 +444,9 @@ class _Supervisor:
             self._group.send_to_rank_0(CheckpointAndStop())
         grace = self._spec.grace_period
         if timedelta(seconds=time.monotonic() - self._stop_requested_at) > grace:
-            code = "upload-unfinished" if self._has_pending_saves else "no-checkpoint"
-            return self._make_failure(Cause.PREEMPTED, make_reason(code, seconds=grace.total_seconds()))
+            seconds = grace.total_seconds()
+            reason = make_reason("upload-unfinished" if self._has_pending_saves else "no-checkpoint", seconds=seconds)
+            return self._make_failure(Cause.PREEMPTED, reason)
         if is_work_abandoned():
             return self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice"))
         return None

@@ -41,7 +41,7 @@ def load_booster(directory: str | Path) -> lgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return the `num_boost_round` and `init_model` with which `lgb.train` starts or resumes the trial."""
+    """Return `num_boost_round` and `init_model` for `lgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0

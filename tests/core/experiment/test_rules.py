@@ -319,6 +319,7 @@ def step_limit(step: int, limit: int) -> Reason:
 
 
 PLATEAU_REASON = make_reason("plateau", metric="loss", mean=1.0, spread=0.0)
+FUNCTION_REASON = make_reason("stop-function", name="stop_at_step_three")
 
 
 def loss_limit(loss: float) -> Reason:
@@ -352,7 +353,7 @@ def loss_limit(loss: float) -> Reason:
         (as_stopper({"loss": 0.5}), make_reports(0.49), None),
         (as_stopper({"loss": 0.5}), make_reports(0.51), loss_limit(0.51)),
         (as_stopper(stop_at_step_three), make_reports(1, 1), None),
-        (as_stopper(stop_at_step_three), make_reports(1, 1, 1), make_reason("stop-function", name="said_so")),
+        (as_stopper(stop_at_step_three), make_reports(1, 1, 1), FUNCTION_REASON),
         (as_stopper([{"step": 3}, MaxSteps(2)]), make_reports(1, 1), step_limit(2, 2)),
     ],
 )

@@ -129,7 +129,7 @@ def test_no_document_beyond_the_limit_is_written_or_read(monkeypatch: pytest.Mon
     for letters in (10, 5000):
         store.put(f"{letters}", seal(Holder(a="x" * letters)))
         assert read_sealed(store, Holder, f"{letters}", CheckpointCorrupt) == Holder(a="x" * letters)
-    with pytest.raises(InvalidInput, match=r"Held: expected at most 5\S* KiB of JSON, found 5\S* KiB: put"):
+    with pytest.raises(InvalidInput, match=r"Holder: expected at most 5\S* KiB of JSON, found 5\S* KiB: put"):
         seal(Holder(a="x" * 5001))
 
     store.put("large", b"x" * (limit + 1))

@@ -124,7 +124,7 @@ def test_reporting_where_no_trial_runs_says_where_to_call_it() -> None:
         pt.report({"loss": 1.0})
 
 
-def _run_training(target: Path | S3Target, touch_path: Path, **arguments: Any) -> None:
+def _run_training(target: Path | S3Target, touch_path: Path, /, **arguments: Any) -> None:
     options: Arguments = {
         "trainable": faulty.train_once,
         "target": LocalTarget(path=str(target)) if isinstance(target, Path) else target,
