@@ -93,4 +93,4 @@ def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
 def _line(panel: Panel, name: str, quartile: int, scales: tuple[Scale, Scale]) -> Sequence[tuple[float, float]]:
     x, y = scales
     points = panel.bands[name]
-    return [(x.position_of(share * panel.seconds), y.position_of(values[quartile])) for share, values in points]
+    return [(x.to_position(share * panel.seconds), y.to_position(values[quartile])) for share, values in points]

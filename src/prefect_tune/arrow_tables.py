@@ -27,7 +27,7 @@ _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
 COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "2", "reports": "1"}
 """Increment a version if a column is removed or changes its meaning; for reports, also if a column is added.
 
-`from_parquet` reads the reports back. A file holds its version in the metadata `prefect-tune/version`.
+`parse_reports` reads the reports back. A file holds its version in the metadata `prefect-tune/version`.
 """
 
 
@@ -42,7 +42,7 @@ def trials_to_arrow(experiment: Experiment) -> pa.Table:
 
     trials = list(experiment.trials.values())
     config = _make_columns((dict(iter_leaves(trial.config, "config/")) for trial in trials), len(trials), ())
-    taken = {*_FIRST, *_LAST, *config}
+    taken = {*_FIRST_COLUMNS, *_LAST_COLUMNS, *config}
     metrics = _make_columns((dict(iter_leaves(trial.metrics)) for trial in trials), len(trials), taken)
 
     def build_columns(columns: _Columns) -> dict[str, pa.Array]:
@@ -51,7 +51,7 @@ def trials_to_arrow(experiment: Experiment) -> pa.Table:
             for name, (arrow_type, value) in columns.items()
         }
 
-    return pa.table({**build_columns(_FIRST), **config, **metrics, **build_columns(_LAST)})
+    return pa.table({**build_columns(_FIRST_COLUMNS), **config, **metrics, **build_columns(_LAST_COLUMNS)})
 
 
 def reports_to_arrow(curves: Iterable[tuple[str, Sequence[StepReport]]]) -> pa.Table:
@@ -113,8 +113,8 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if the file is damaged, or has another version or state digest.
+def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
+    """Return the reports in a Parquet file; None if the file is damaged, or of another version or experiment state.
 
     The caller then reads the reports from the journal. Nothing in the file is executed.
     """
@@ -133,25 +133,25 @@ def from_parquet(data: Buffer, digest: str) -> pa.Table | None:
 # ---------------------------------------------------------------------------------------------- the columns
 
 
-def _newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | None:
+def _get_newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | None:
     key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
     return key.folder if key else None
 
 
 _Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
 """The columns of every experiment: the Arrow type, and a function of the experiment's key and a trial."""
-_FIRST: _Columns = {
+_FIRST_COLUMNS: _Columns = {
     "trial": ("string", lambda _, trial: trial.id),
     "status": ("string", lambda _, trial: str(trial.status)),
     "step": ("int64", lambda _, trial: trial.step),
 }
-_LAST: _Columns = {
+_LAST_COLUMNS: _Columns = {
     "trained_seconds": ("float64", lambda _, trial: trial.measured_seconds),
     "attempts": ("int64", lambda _, trial: trial.attempt),
     "recomputed_steps": ("int64", lambda _, trial: trial.recomputed_steps),
     "recomputed_is_lower_bound": ("bool", lambda _, trial: trial.recomputed_is_lower_bound),
     "checkpoints": ("int64", lambda _, trial: len(trial.checkpoints)),
-    "checkpoint": ("string", _newest_checkpoint_path),
+    "checkpoint": ("string", _get_newest_checkpoint_path),
     "cause": ("string", lambda _, trial: trial.cause and str(trial.cause)),
     "reason": ("string", lambda _, trial: trial.reason),
 }
@@ -192,7 +192,7 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     """Return one row per valid report, from the published file of this state, or else from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
     with suppress(ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
-        if (table := from_parquet(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
+        if (table := parse_reports(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
             return table
     return curves_to_arrow(experiment, read_curves(store, experiment))
 

@@ -44,7 +44,7 @@ _END_TIMEOUT = timedelta(seconds=5)
 
 
 class SearchEnding(StrEnum):
-    """How the search of a cell ended, or that it is running."""
+    """The status of the search that a cell shows."""
 
     RUNNING = "running"
     DONE = "done"
@@ -53,7 +53,7 @@ class SearchEnding(StrEnum):
 
 
 Draw: TypeAlias = "Callable[[SearchEnding, str], tuple[str, str]]"
-"""Returns the output as HTML and as one line of text, from the ending and the error message of a failure."""
+"""Returns the output as HTML and as one line of text, from the status and the error message of a failure."""
 
 
 class CellOutput:
@@ -110,18 +110,18 @@ def search_output(flow: str) -> Iterator[None]:
 def live_output(
     output: CellOutput, draw: Draw, on_error: Callable[[Exception], None], stop: threading.Event
 ) -> Iterator[None]:
-    """Show the result of `draw` during the `with` block, at most once a second, and the ending afterwards.
+    """Show the result of `draw` during the `with` block, at most once a second, and the final status afterwards.
 
     A thread calls `draw`, and uses at most 5 % of a CPU. `on_error` receives errors of `draw` or the kernel. After an
-    error, only the ending is drawn.
+    error, only the final status is drawn.
     """
     ended = threading.Event()
-    ending = SearchEnding.RUNNING, ""
+    status_and_error = SearchEnding.RUNNING, ""
 
     def draw_once() -> float:
         """Draw, and return the pause until the next call, in seconds."""
         began = time.thread_time()
-        output.show(*draw(*ending))
+        output.show(*draw(*status_and_error))
         return max(_DRAW_INTERVAL.total_seconds(), (time.thread_time() - began) / _MAX_CPU_SHARE)
 
     def draw_until_end() -> None:
@@ -129,7 +129,7 @@ def live_output(
             pass
 
     def run_display() -> None:
-        """Draw until the end; after an error, draw only the ending: the cell must not show a running search forever."""
+        """Draw until the end; after an error, draw only the final status: the cell must not show "running" forever."""
         for step in (draw_until_end, draw_once):
             try:
                 step()
@@ -143,13 +143,13 @@ def live_output(
     try:
         yield
     except KeyboardInterrupt:
-        ending = SearchEnding.INTERRUPTED, ""
+        status_and_error = SearchEnding.INTERRUPTED, ""
         raise
     except BaseException as error:
-        ending = SearchEnding.FAILED, first_line(f"{type(error).__name__}: {error}")
+        status_and_error = SearchEnding.FAILED, first_line(f"{type(error).__name__}: {error}")
         raise
     else:
-        ending = SearchEnding.INTERRUPTED if stop.is_set() else SearchEnding.DONE, ""
+        status_and_error = SearchEnding.INTERRUPTED if stop.is_set() else SearchEnding.DONE, ""
     finally:
         ended.set()
         thread.join(_END_TIMEOUT.total_seconds())
@@ -201,7 +201,7 @@ def quiet_console() -> Iterator[None]:
                 console.is_jupyter = is_jupyter
 
 
-# Tables like in a terminal, and the learning curves of results.
+# Tables as in a terminal, and the learning curves of results.
 
 _TERMINAL_WIDTH = 120
 _TERMINAL_HEIGHT = 34
@@ -216,11 +216,11 @@ def render_trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: st
     return render_notebook_cell(*([Code(render_text(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
 
-def render_progress_html(state: ProgressState, ending: SearchEnding, error: str, link: str | None = None) -> str:
-    """Return the progress or the ending of a search as HTML. `error` is the failure's message, `link` the run's URL."""
+def render_progress_html(state: ProgressState, status: SearchEnding, error: str, link: str | None = None) -> str:
+    """Return the progress of a search as HTML. `error` is the failure's message, and `link` is the run's URL."""
     after = f"after {format_duration(state.elapsed)}"
     headline: list[Cell] = []
-    match ending:
+    match status:
         case SearchEnding.RUNNING:
             headline = [f"running for {format_duration(state.elapsed)}"]
         case SearchEnding.DONE if state.stop_reason:
@@ -236,7 +236,7 @@ def render_progress_html(state: ProgressState, ending: SearchEnding, error: str,
             headline = [f"failed {after}: {error}"]
     parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
     address = [Text([Link("in the Prefect UI", link)])] if link else []
-    kind: Literal["", "bad"] = "bad" if ending is SearchEnding.FAILED else ""
+    kind: Literal["", "bad"] = "bad" if status is SearchEnding.FAILED else ""
     table = render_text(render_progress(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
     return render_notebook_cell(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
 
@@ -252,25 +252,25 @@ _MAX_METRICS = 4
 def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost: Callable[[], ExperimentCost]) -> str:
     """Return the report as HTML, without its runs and settings.
 
-    `read_curves` and `read_cost` may read the target. If reading fails, the HTML has the error instead of the curves,
-    or no cost.
+    `read_curves` and `read_cost` may read the target. If the curves cannot be read, the HTML has the error
+    instead. If the cost cannot be read, the HTML omits the cost.
     """
     reported = find_reported_metrics(report.first_trials)[:_MAX_METRICS]
     metrics = report.objective.metrics if report.objective else reported
-    blocks = [*make_headline_section(report), *make_best_trial_section(report)]
+    elements = [*make_headline_section(report), *make_best_trial_section(report)]
     try:
         drawn = [trial.id for trial in sample_trials([*report.ranking] or report.trials, MAX_CURVES)]
         curves = read_curves(drawn, metrics)
     except TuneError as error:
-        blocks.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
+        elements.append(Text([f"The learning curves could not be read: {first_line(str(error))}"], kind="legend"))
         curves = {}
     history = replace(report.snapshot, metrics=tuple(metrics), metric_count=len(metrics), curves=curves)
     figures = make_figures_section(replace(report, snapshot=history))
-    blocks += [*figures, *make_trials_section(report), *make_errors_section(report)]
+    elements += [*figures, *make_trials_section(report), *make_errors_section(report)]
     with suppress(TuneError):
         if sentence := format_cost(read_cost()):
-            blocks.append(Text([sentence]))
-    return render_notebook_cell(*blocks)
+            elements.append(Text([sentence]))
+    return render_notebook_cell(*elements)
 
 
 def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:

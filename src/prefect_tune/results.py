@@ -280,7 +280,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report per step, the newest one if a retry repeated the step.
+        """Return the learning curve of a trial: one report per step. If a retry repeats a step, its new report counts.
 
         ```python
         losses = [report.metrics["loss"] for report in results.curve("00003")]

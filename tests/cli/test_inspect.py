@@ -16,7 +16,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.cli.inspect import format_last_report
+from prefect_tune.cli.inspect import format_last_report_age
 from prefect_tune.core.errors import StoreUnavailable
 from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_at, write_snapshot
 from prefect_tune.core.journal_events import (
@@ -416,7 +416,7 @@ def test_a_terminal_shows_the_columns_that_fit_and_names_the_others(columns: int
     output = run("show", wide_target, "wide", columns=columns).out
     visible = columns_of(output)
     hidden = [name for name in ALL_COLUMNS if name not in visible]
-    note = re.search("(?m)^hidden, for lack of room: (.*); a wider terminal or a pipe has all columns$", output)
+    note = re.search("(?m)^hidden, for lack of room: (.*); a wider terminal or a pipe shows all columns$", output)
     assert (note[1].split(", ") if note else []) == hidden
     table = output[output.index("trial  ") :].splitlines()[:3]
     assert max(map(len, table)) <= columns
@@ -437,7 +437,7 @@ def test_the_trials_of_results_are_printed_in_the_same_way(
 
 def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:
     attempt = RunningTrial(trial="t", attempt=1)
-    assert format_last_report(attempt, NOW) == "none known"
+    assert format_last_report_age(attempt, NOW) == "none known"
     started = attempt.model_copy(update={"began_at": STARTED_AT})
-    assert format_last_report(started, NOW) == "none known; began 1 min 30 s ago"
-    assert format_last_report(started.model_copy(update={"reported_at": STARTED_AT}), NOW) == "1 min 30 s ago"
+    assert format_last_report_age(started, NOW) == "none known; began 1 min 30 s ago"
+    assert format_last_report_age(started.model_copy(update={"reported_at": STARTED_AT}), NOW) == "1 min 30 s ago"

@@ -123,7 +123,7 @@ def test_an_experiment_is_named_by_its_place_without_secrets(uri: str, expected:
     address = ExperimentAddress(uri, "first")
     assert address.experiment_uri == expected
     assert address.resource["prefect.resource.id"] == f"prefect-tune.experiment.{expected}"
-    checkpoints_uri = address.checkpoints_uri(first_generation("first").trial_key("00000"))
+    checkpoints_uri = address.make_checkpoints_uri(first_generation("first").trial_key("00000"))
     texts = (address.redacted_target_uri, checkpoints_uri, address.best_model_key, address.resource)
     assert "s3cret" not in str(texts)
 
@@ -149,7 +149,7 @@ def test_a_commit_materializes_the_asset_of_its_trial_and_a_better_one_that_of_t
     }
     assert best.event == "prefect-tune.experiment.best"
     assert best.resource == {**ADDRESS.resource, "prefect-tune.trial": "00000"}
-    assert best.related == [{**ADDRESS.trial_resource("00000"), "prefect.resource.role": "trial"}]
+    assert best.related == [{**ADDRESS.make_trial_resource("00000"), "prefect.resource.role": "trial"}]
     assert (referenced.event, referenced.resource["prefect.resource.id"]) == ("prefect.asset.referenced", key)
     assert (model.resource["prefect.resource.id"], upstream_assets(model)) == ("s3://bucket/runs/first/best", [key])
 

@@ -136,7 +136,7 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
     assert report_input.constants == {"batch": 64}
     axes = {axis.name: axis.scale for axis in make_axes(report_input, Frame(0, 0, 100, 100))}
     assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
-    assert all(len(scale.ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
+    assert all(len(scale.make_ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 
 
 def test_every_attempt_is_on_the_timeline_beneath_the_grey_runs_and_each_that_was_lost_is_crossed_out() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune import arrow_tables, clock
-from prefect_tune.arrow_tables import COLUMN_VERSIONS, from_parquet, reports_to_arrow, to_parquet, trials_to_arrow
+from prefect_tune.arrow_tables import COLUMN_VERSIONS, parse_reports, reports_to_arrow, to_parquet, trials_to_arrow
 from prefect_tune.core.experiment.experiment import empty_experiment
 from prefect_tune.core.experiment.retention import sequences_to_retire
 from prefect_tune.core.experiment.summary import Scope, find_best_trial, objective_from_settings
@@ -182,7 +182,7 @@ def test_the_tables_lie_on_the_target_as_parquet_for_any_tool(target: Path, resu
 
 def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_again() -> None:
     def read_back(**metadata: str) -> pa.Table | None:
-        return from_parquet(to_parquet(pa.table({"step": [1]}), {"digest": "d", **metadata}), "d")
+        return parse_reports(to_parquet(pa.table({"step": [1]}), {"digest": "d", **metadata}), "d")
 
     assert read_back(version="1") == pa.table({"step": [1]})
     assert read_back(version="2") is None
@@ -192,9 +192,9 @@ def test_a_table_with_the_columns_of_another_release_is_made_from_the_journal_ag
 
 def test_a_damaged_table_is_made_from_the_journal_again() -> None:
     whole = to_parquet(pa.table({"step": [1] * 1000}), {"digest": "d", "version": "1"})
-    assert from_parquet(whole, "d") is not None
+    assert parse_reports(whole, "d") is not None
     for damaged in (b"", b"no Parquet file", whole[:-20], bytes(50) + whole[50:]):
-        assert from_parquet(damaged, "d") is None
+        assert parse_reports(damaged, "d") is None
 
 
 def test_a_number_that_no_float_can_hold_is_text_in_a_table() -> None:

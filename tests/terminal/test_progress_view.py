@@ -35,7 +35,7 @@ from prefect_tune.terminal.progress_view import (
     Note,
     ProgressState,
     SearchEstimate,
-    count_remaining_steps,
+    estimate_remaining_steps,
     fit_columns,
     render_progress,
     render_progress_line,
@@ -198,7 +198,7 @@ def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search
 ) -> None:
     estimate = replace(SearchEstimate("e", trial_count=2, step_count=10), **changes)
     search_trials = [Trial(id=str(number), config={}, **fields) for number, fields in enumerate(trials)]
-    assert count_remaining_steps(search_trials, estimate) == steps
+    assert estimate_remaining_steps(search_trials, estimate) == steps
 
 
 def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:

@@ -46,7 +46,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect_tune.prefect_api.flow_with_server import had_run_begun
 
     def has_no_tune_error(record: logging.LogRecord) -> bool:
-        """Filter each `TuneError` out of Prefect's log: `run_app` prints its message, and the run's state has it."""
+        """Hide each `TuneError` from Prefect's log: `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
     # During a flow run, Prefect handles SIGTERM; after the run, Prefect sends SIGTERM again, to this handler.
@@ -85,11 +85,11 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "storage": ("checkpoints", "verify", "export", "gc", "maintain", "delete"),
 }
 """The commands of each help panel, in the order of the help. `cli/PANEL.py` defines these commands."""
-_ORDER = [name for names in COMMANDS.values() for name in names]
+_COMMAND_ORDER = [name for names in COMMANDS.values() for name in names]
 
 
-class _HidesFlagTypes:
-    """Omits `<bool>` from the help of a flag: a flag takes no value."""
+class _FlagHelpMixin:
+    """Removes `<bool>` from the help of flags: a flag takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the other base class
@@ -99,11 +99,11 @@ class _HidesFlagTypes:
         return parameters
 
 
-class Group(_HidesFlagTypes, TyperGroup):
+class Group(_FlagHelpMixin, TyperGroup):
     """A group of commands."""
 
 
-class Command(_HidesFlagTypes, TyperCommand):
+class Command(_FlagHelpMixin, TyperCommand):
     """A command."""
 
 
@@ -111,7 +111,7 @@ class _OrderedGroup(Group):
     """Lists commands and groups, such as `blocks`, in the order of `COMMANDS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=_ORDER.index)
+        return sorted(super().list_commands(ctx), key=_COMMAND_ORDER.index)
 
 
 app = typer.Typer(
@@ -169,7 +169,7 @@ def option_without_default(
 
 
 def add_working_directory_to_path() -> None:
-    """Make the modules in the working directory importable, like `python -m`."""
+    """Make the modules in the working directory importable, as `python -m` does."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
@@ -243,7 +243,7 @@ def select_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
 
 
 def read_last_entry_time(store: ObjectStore, state: Experiment) -> str:
-    """Return the time of the last journal entry."""
+    """Return the time of the last journal entry; "" if there is none."""
     last = read_next_entry(store, state.key, state.entry_count - 1)
     return last.at if last else ""
 

@@ -102,7 +102,7 @@ def ls(target: Target, as_json: AsJson = False) -> None:
 
 @dataclass(frozen=True)
 class _ExperimentRow:
-    """A row of the output for one experiment."""
+    """The row of an experiment in the output of `ls`."""
 
     experiment: str
     kind: str
@@ -168,7 +168,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             exploits = list_exploits(read_entries(store, state.key), selected.id)
             extra["exploited"] = [asdict(exploit) for exploit in exploits]
         if selected is not None and selected.phase in (Phase.PENDING, Phase.ERRORED):  # its last attempt failed
-            output = _read_outputs(store, state, selected).get(selected.attempt)
+            output = _read_attempt_outputs(store, state, selected).get(selected.attempt)
             extra["last_output"] = output.last_output if output is not None else ""
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
@@ -181,7 +181,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print(json.dumps({**header, **fresh.json_fields(), **facts}, indent=2))
         return
     head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.describe()}
-    print_parts(make_facts_table({**head, **_format_facts(facts, selected, now)}))
+    print_parts(make_facts_table({**head, **_format_trial_facts(facts, selected, now)}))
     if attempts:
         print_parts("", make_attempts_table(attempts))
     reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
@@ -201,7 +201,7 @@ def logs(
         trials = select_trials(state, trial)
         if len(trials) != 1:
             raise InvalidInput(f"experiment {state.name!r} has {len(trials)} trials: name one trial")
-        outputs = _read_outputs(store, state, trials[0])
+        outputs = _read_attempt_outputs(store, state, trials[0])
     if as_json:
         print(json.dumps([asdict(output) for output in outputs.values()], indent=2))
         return
@@ -215,7 +215,7 @@ def logs(
 
 
 def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -> None:
-    """Print the settings and the trials of a search, the best trial first.
+    """Print the trials of a search, the best trial first; as JSON, also the settings of the search.
 
     If the search's process has probably ended, also print `resume_with`: the command that resumes the search.
     """
@@ -251,7 +251,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     extra = {}
     if any(running):
         extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
-        extra["last report"] = [format_last_report(attempt, now) if attempt else "" for attempt in running]
+        extra["last report"] = [format_last_report_age(attempt, now) if attempt else "" for attempt in running]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
     table, hidden = make_trials_table(shown_trials, objective.metrics if objective else (), extra, styles=styles)
     print_parts(make_facts_table(head), "", table)
@@ -273,10 +273,10 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
             print_parts(f"--trial {first.id} prints its traceback")
 
 
-def _format_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return the facts of a trial with ages and ranges of steps; omit facts that are None or an empty text.
+def _format_trial_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
+    """Return a trial's facts as `show` prints them, with ages and ranges of steps; omit empty facts.
 
-    Shorten a reason with a traceback to its first line: `show` prints the whole reason below the table.
+    A reason with a traceback is shortened to its first line: `show` prints the whole reason below the table.
     """
     if trial is None:
         return {}
@@ -305,7 +305,7 @@ class _AttemptOutput:
     last_output: str = ""
 
 
-def _read_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _AttemptOutput]:
+def _read_attempt_outputs(store: ObjectStore, state: Experiment, trial: Trial) -> Mapping[int, _AttemptOutput]:
     """Return the last output of each attempt of a trial, by the attempt's number."""
     outputs: dict[int, _AttemptOutput] = {}
     name, number = trial.id, trial.attempt
@@ -325,7 +325,7 @@ def _has_traceback(trial: Trial) -> bool:
     return "\n" in trial.reason.strip()
 
 
-def format_last_report(attempt: RunningTrial, now: datetime) -> str:
+def format_last_report_age(attempt: RunningTrial, now: datetime) -> str:
     """Return how long ago a running attempt reported; if unknown, how long ago it began."""
     began_ago = f"; began {format_age(attempt.began_at, now)}" if attempt.began_at else ""
     return format_age(attempt.reported_at, now) or f"none known{began_ago}"

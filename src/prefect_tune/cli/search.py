@@ -89,7 +89,7 @@ def parse_space_option(file: Path | None, settings: Sequence[str]) -> dict[str, 
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
                 raise InvalidInput(f"--set {setting!r}: expected {key!r} to be an object, found a value")
-        node[leaf] = _parse_value(text, setting)
+        node[leaf] = _parse_set_value(text, setting)
     return space
 
 
@@ -109,7 +109,7 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _parse_yaml(text: str, file: Path) -> Any:
-    """Parse YAML, with floats like in YAML 1.2: 1e-4 is a number."""
+    """Parse YAML, with the floats of YAML 1.2: 1e-4 is a number."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class: `add_implicit_resolver` changes the class
@@ -120,12 +120,12 @@ def _parse_yaml(text: str, file: Path) -> Any:
         raise InvalidInput(f"--space {file}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _parse_value(text: str, setting: str) -> Any:
+def _parse_set_value(text: str, setting: str) -> Any:
     call = _CALL_PATTERN.fullmatch(text.strip())
     if call is None:
         if unclosed := _UNCLOSED_CALL_PATTERN.match(text):
             raise InvalidInput(f"--set {setting!r}: expected {unclosed[1]}(...) in parentheses; {_QUOTE_HINT}")
-        return _parse_scalar(text)
+        return _parse_json_or_text(text)
     name, text = call[1], call[2]
     try:
         arguments = list(json.loads(f"[{text}]"))
@@ -133,7 +133,7 @@ def _parse_value(text: str, setting: str) -> Any:
         if _JSON_CHARACTERS.search(text):
             expected = 'choice("adam","sgd") or choice([1,2],[3]), or only words, such as choice(adam,sgd)'
             raise InvalidInput(f"--set {setting!r}: expected JSON in the parentheses, such as {expected}") from error
-        arguments = [_parse_scalar(word.strip()) for word in text.split(",")]
+        arguments = [_parse_json_or_text(word.strip()) for word in text.split(",")]
     if name not in _DISTRIBUTION_NAMES:
         hint = did_you_mean(name, _DISTRIBUTION_NAMES) or ";"
         raise InvalidInput(f"--set {setting!r}: unknown distribution {name!r}{hint} {_QUOTE_HINT}")
@@ -141,7 +141,7 @@ def _parse_value(text: str, setting: str) -> Any:
     return {name: arguments[0] if is_list else arguments}
 
 
-def _parse_scalar(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -149,7 +149,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse stop criteria: `step=100` (several: the first stops the trial), `package.module:Name`, or JSON."""
+    """Parse `step=100`, `package.module:Name`, or JSON. The first criterion that is met stops the trial."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -159,13 +159,13 @@ def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
 
 
 def parse_name_value_pairs(settings: Sequence[str], option: str, expected: str = "name=value") -> dict[str, Any] | None:
-    """Parse `name=value` settings into a dict, each value as JSON or else as text; None if there are no settings."""
+    """Parse `name=value` settings into a dict; a value that is not JSON is text. Return None without settings."""
     values: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not (name and equals):
             raise InvalidInput(f"{option} {setting!r}: expected {expected}")
-        values[name] = _parse_scalar(text)
+        values[name] = _parse_json_or_text(text)
     return values or None
 
 
@@ -215,7 +215,7 @@ class _OptionFlag:
 
 
 def _unwrap_optional(value_type: Any) -> Any:
-    """Return the type of an option, without None and without validators."""
+    """Return the type of an option's value, without None and without validators."""
     kinds = [argument for argument in get_args(value_type) if argument is not type(None)]
     unwrapped = kinds[0] if get_origin(value_type) in (Union, UnionType) and len(kinds) == 1 else value_type
     return get_args(unwrapped)[0] if get_origin(unwrapped) is Annotated else unwrapped
@@ -241,7 +241,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""The parsers of flag values, except plain numbers, words and lists of text."""
+"""The parsers of flag values, by flag; a flag of numbers, words or lists of text needs no parser."""
 _FLAGS = [_OptionFlag(option, flag) for option, flags in flags_by_option(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
@@ -254,7 +254,7 @@ RESUME_OPTIONS = [
 """The options of `resume` and their help panels."""
 
 
-def with_options(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
+def with_flags(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
     """Return a decorator that adds these flags to a command of `**options`, before the keyword-only parameters."""
 
     def add_options(command: _Command) -> _Command:
@@ -293,7 +293,7 @@ _EXIT_TRIALS_ERRORED = 3
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Validate the parameters before a server starts; the target is not opened."""
+    """Validate the parameters before a Prefect server starts; do not open the target."""
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
@@ -302,12 +302,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes. It passes the trainable: a journal on a bucket must not choose code."""
+    """Return the command that resumes, with the trainable: a journal on a bucket must not choose the code to run."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 
 
-def run_search(
+def run_search_in_terminal(
     flow: Literal["tune", "resume"], parameters: Mapping[str, Any], resume_with: str, *, as_json: bool
 ) -> None:
     """Run the search, print its results, and exit with 3 if trials errored. After Ctrl-C, print `resume_with`."""
@@ -332,7 +332,7 @@ def run_search(
 
 
 @command
-@with_options(RUN_OPTIONS)
+@with_flags(RUN_OPTIONS)
 def run(
     trainable: Annotated[
         str, typer.Argument(metavar="MODULE:NAME", help="The trainable: a function or a class.", show_default=False)
@@ -354,11 +354,11 @@ def run(
     space = parse_space_option(options.pop("space"), options.pop("set") or ())
     required = {"trainable": trainable, "target": target, "experiment": experiment}
     parameters = {"space": space, **required, **options_to_parameters(options)}
-    run_search("tune", parameters, format_resume_command(target, experiment, trainable), as_json=as_json)
+    run_search_in_terminal("tune", parameters, format_resume_command(target, experiment, trainable), as_json=as_json)
 
 
 @command
-@with_options(RESUME_OPTIONS)
+@with_flags(RESUME_OPTIONS)
 def resume(
     target: Target,
     experiment: ExperimentName,
@@ -382,7 +382,7 @@ def resume(
     passed = {name: value for name, value in changes.items() if value is not None}
     parameters = {"experiment": experiment, "target": target, **passed, **options_to_parameters(options)}
     resume_with = format_resume_command(target, fork or experiment, parameters.get("trainable"))
-    run_search("resume", parameters, resume_with, as_json=as_json)
+    run_search_in_terminal("resume", parameters, resume_with, as_json=as_json)
 
 
 @command
@@ -488,11 +488,11 @@ def deploy(
         raise InvalidInput("--params, --param, --cron and --every-seconds need one FLOW and --name NAME")
     if name is not None and len(flows or ()) != 1:
         raise InvalidInput(f"--name {name}: expected one FLOW, for example: prefect-tune deploy tune --name {name}")
-    offers = find_deployable_flows(flows or ())
+    deployable_flows = find_deployable_flows(flows or ())
     if name is None:
-        specs = make_general_specs(offers, prefix)
+        specs = make_general_specs(deployable_flows, prefix)
     else:
-        specs = [make_experiment_spec(offers[0], name, parameters, schedules or None, collision, prefix)]
+        specs = [make_experiment_spec(deployable_flows[0], name, parameters, schedules or None, collision, prefix)]
     if notify is not None:
         require_notification_block(notify)
     deployments = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))

@@ -79,7 +79,7 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
 
 @dataclass(frozen=True)
 class _CheckpointRow:
-    """The output row of a checkpoint."""
+    """The row of a checkpoint in the output of `checkpoints`."""
 
     trial: str
     step: int

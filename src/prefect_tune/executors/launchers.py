@@ -62,7 +62,7 @@ class _Canceller(Enum):
 class TaskRunnerLauncher:
     """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
 
-    Each node is a task. Ray starts all nodes of an attempt or none, in a placement group. Dask starts each node when a
+    Each node is a task. Ray starts all nodes of an attempt together, in a placement group. Dask starts each node when a
     worker is free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
     """
 
@@ -106,7 +106,7 @@ class TaskRunnerLauncher:
 
 
 class _PlacementGroup:
-    """A placement group for the nodes of an attempt. Ray reserves all its bundles or none."""
+    """A placement group with a bundle per node of an attempt. Ray reserves all bundles of a group, or none."""
 
     def __init__(self, nodes: int, resources: Resources) -> None:
         self._ray: Any = import_module("ray.util")
@@ -116,7 +116,7 @@ class _PlacementGroup:
         self._group = self._ray.placement_group([bundle] * nodes, strategy="SPREAD")
 
     def submitting_to(self, node: int) -> AbstractContextManager[object]:
-        """Return a context manager that submits a task to the bundle of `node`."""
+        """Return a context manager in which a submitted task goes to the bundle of `node`."""
         strategies: Any = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
         ray: Any = import_module("prefect_ray.context")
@@ -159,7 +159,7 @@ class DeploymentLauncher:
         self._polled_at = self._wait_reason_polled_at = -math.inf
         self._awaited: set[UUID] = set()
         self._ended: dict[UUID, _Canceller | None] = {}
-        """The runs that have ended, each with its canceller; None if it was not cancelled."""
+        """The runs that have ended, each with its canceller; None if the run was not cancelled."""
         self._others: dict[UUID, set[UUID]] = {}
         """The runs of the other nodes, by the run of node 0."""
         self._wait_reason: str | None = None
@@ -189,7 +189,7 @@ class DeploymentLauncher:
     def __call__(
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
-        """Return a function that starts the attempt and waits for its end; each may take minutes."""
+        """Return a function that starts the attempt and waits for its end; both may take minutes."""
         del channel  # the deployment run creates a channel from its parameters
 
         def run_attempt() -> None:
@@ -201,9 +201,9 @@ class DeploymentLauncher:
         return run_attempt
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
-        """Start the attempt on all its nodes, or find it if it is already started; return the flow run of node 0.
+        """Start the attempt on all its nodes, or find its runs if it was started; return the flow run of node 0.
 
-        Raises PrefectException, httpx.HTTPError, OSError: the API rejects it, or is unavailable for 5 minutes.
+        Raises PrefectException, httpx.HTTPError, OSError: the API rejects a run, or is unavailable for 5 minutes.
         """
         request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
         spec_parameters, request_parameters = spec_to_parameters(spec), request_to_parameters(request)
@@ -299,13 +299,13 @@ class DeploymentLauncher:
         """
         with self._poll_lock:
             self._awaited.add(flow_run)
-        while not self._poll_ended(flow_run):
+        while not self._poll_and_check_end(flow_run):
             time.sleep(_POLL_INTERVAL_SECONDS)
         for run in (flow_run, *self._others.get(flow_run, ())):
             if self._ended.get(run) is _Canceller.USER:
                 raise AttemptCancelledError(f"its flow run {run} was cancelled")
 
-    def _poll_ended(self, flow_run: UUID) -> bool:
+    def _poll_and_check_end(self, flow_run: UUID) -> bool:
         with self._poll_lock:
             if time.monotonic() - self._polled_at >= _POLL_INTERVAL_SECONDS:
                 with suppress(*_API_ERRORS), get_client(sync_client=True) as client:
@@ -314,7 +314,7 @@ class DeploymentLauncher:
                     for run, state in states.items():
                         if state is None or state.is_final():
                             self._ended[run] = _find_canceller(client, run, state, self._deployment)
-                    self._crash_silent_runs(client)
+                    self._mark_silent_runs_crashed(client)
                     has_waiting = any(state is not None and _is_waiting_to_start(state) for state in states.values())
                     if has_waiting and time.monotonic() - self._wait_reason_polled_at >= _WAIT_REASON_INTERVAL_SECONDS:
                         self._wait_reason_polled_at = time.monotonic()
@@ -326,11 +326,11 @@ class DeploymentLauncher:
                 self._awaited -= self._ended.keys()
             return flow_run in self._ended
 
-    def _crash_silent_runs(self, client: SyncPrefectClient) -> None:
-        """Mark the run of node 0 as crashed if the other nodes have ended because node 0 sends nothing any more.
+    def _mark_silent_runs_crashed(self, client: SyncPrefectClient) -> None:
+        """Mark the run of node 0 as crashed if the other nodes have ended because node 0 has stopped sending messages.
 
-        If a machine fails together with its worker, nothing else updates the run. If a running run is marked, it ends
-        at its next post, since the search has closed its outbox.
+        If a machine fails together with its worker, nothing else updates the run. A marked run that is still running
+        ends at its next post: the search has closed its outbox.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():
@@ -338,13 +338,13 @@ class DeploymentLauncher:
             if time.monotonic() - self._alone_since.setdefault(first, time.monotonic()) < _NODE_0_END_TIMEOUT_SECONDS:
                 continue
             self._alone_since[first] = time.monotonic()
-            runs = client.read_flow_runs(flow_run_filter=_filter_by_id(others), limit=_RUNS_PER_REQUEST)
+            runs = client.read_flow_runs(flow_run_filter=_make_id_filter(others), limit=_RUNS_PER_REQUEST)
             states = [run.state for run in runs if run.state is not None and run.state.name == NODE_0_SILENT]
             if states:
                 client.set_flow_run_state(first, Crashed(message=states[0].message))
 
 
-def _filter_by_id(ids: Collection[UUID]) -> FlowRunFilter:
+def _make_id_filter(ids: Collection[UUID]) -> FlowRunFilter:
     return FlowRunFilter(id=FlowRunFilterId(any_=list(ids)))
 
 
@@ -378,7 +378,7 @@ def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bo
     states: dict[UUID, State[Any] | None] = {}
     for first in range(0, len(runs), _RUNS_PER_REQUEST):
         batch = runs[first : first + _RUNS_PER_REQUEST]
-        existing = client.read_flow_runs(flow_run_filter=_filter_by_id(batch), limit=_RUNS_PER_REQUEST)
+        existing = client.read_flow_runs(flow_run_filter=_make_id_filter(batch), limit=_RUNS_PER_REQUEST)
         states |= {**dict.fromkeys(batch), **{run.id: run.state for run in existing}}
     for run, state in states.items():
         if withdrawn and state is not None and _is_waiting_to_start(state):

@@ -190,28 +190,28 @@ class RemoteSearchChannel(SearchChannel):
         pause_seconds = _FIRST_PAUSE_SECONDS
         while not closed.is_set():
             self._decision_requested.wait(_UNSOLICITED_POLL_SECONDS)
-            if self._deliver_answer(is_late=pause_seconds == _MAX_PAUSE_SECONDS):
+            if self._deliver_answers(is_late=pause_seconds == _MAX_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
             elif self._decision_step is not None:
                 closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
-    def _deliver_answer(self, *, is_late: bool) -> bool:
-        """Read and deliver the awaited decision, and an unsolicited one; return whether the awaited decision arrived.
+    def _deliver_answers(self, *, is_late: bool) -> bool:
+        """Deliver the decisions that have arrived; return True if one of them is the awaited decision.
 
         An error of the target is ignored: the next poll reads again. A decision that is damaged or of an unknown
         version stops the trial: it saves and ends, and its next attempt gets other decisions. If a decision is late, a
-        closed outbox also stops the trial. Then a new owner has ended the attempt; a waiting trial would not notice
-        this, since it posts nothing.
+        closed outbox also stops the trial: a new owner has ended the attempt. A waiting trial posts nothing, and
+        would not notice the new owner otherwise.
         """
-        unsolicited, step, is_over = None, self._decision_step, False
+        unsolicited, step, is_closed = None, self._decision_step, False
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
                 if not self.stop.is_set() and not self._has_unsolicited_answer:
                     unsolicited = read_answer(store, self._trial, self._attempt, UNSOLICITED_STEP)
                 decision = read_answer(store, self._trial, self._attempt, step) if step is not None else None
                 if decision is None and is_late and self._outbox is not None:
-                    is_over = self._outbox.check_closed(store)
+                    is_closed = self._outbox.check_closed(store)
         except (StoreUnavailable, OSError):  # OSError: a local error, such as too many open files
             return False
         except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
@@ -222,7 +222,7 @@ class RemoteSearchChannel(SearchChannel):
             if isinstance(error, JournalCorrupt | UnknownVersion):
                 self.stop.set()
             return False
-        if isinstance(unsolicited, CheckpointAndStop) or is_over:
+        if isinstance(unsolicited, CheckpointAndStop) or is_closed:
             self.stop.set()
         elif unsolicited is not None:
             self._has_unsolicited_answer = True
@@ -264,14 +264,14 @@ class _RemoteAttempt:
     """The number of its outbox."""
     last_post: int
     """The number of the last post that was read from the outbox."""
-    is_over: bool = False
+    has_ended: bool = False
     damage: TuneError | None = None
     """The error of an unreadable post: the search ends the attempt, and reads no further posts."""
     unread_since: float | None = None
     """The time of the first failed read since the last complete read (monotonic clock); None if nothing is unread."""
 
-    def may_have_unread_posts(self, now: float) -> bool:
-        """Return whether its outbox may have unread posts; False after 10 minutes of errors."""
+    def should_wait_for_posts(self, now: float) -> bool:
+        """Return whether the end of the attempt must wait for unread posts; False after 10 minutes of errors."""
         return self.unread_since is not None and now - self.unread_since <= _MAX_READ_OUTAGE.total_seconds()
 
     def address_answer(self, step: int, answer: AnyAnswer) -> _AddressedAnswer:
@@ -294,7 +294,7 @@ class RemoteExecutor:
         self._attempts: dict[str, _RemoteAttempt] = {}
         self._experiment_id: str | None = None
         self._stopped = False
-        self._unread_since: float | None = None
+        self._failing_since: float | None = None
         self._exited: list[AttemptExited] = []
         self._queued_answers: list[_AddressedAnswer] = []
 
@@ -332,7 +332,7 @@ class RemoteExecutor:
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
     def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Write a decision to the target with the next `poll_messages`; do nothing if its attempt has ended."""
+        """Queue a decision for the next `poll_messages` to write; do nothing if the attempt has ended."""
         if (attempt := self._attempts.get(trial)) is None:
             return
         if isinstance(decision, ContinueTraining):
@@ -363,7 +363,7 @@ class RemoteExecutor:
                 while True:
                     self._record_exit(*self._exits.get_nowait())
             messages, now = self._read_outboxes(), time.monotonic()
-            ready = [exited for exited in self._exited if not self._attempts[exited.trial].may_have_unread_posts(now)]
+            ready = [exited for exited in self._exited if not self._attempts[exited.trial].should_wait_for_posts(now)]
             self._exited = [exited for exited in self._exited if exited not in ready]
             if messages or ready or time.monotonic() >= end:
                 return [*messages, *ready]
@@ -375,9 +375,9 @@ class RemoteExecutor:
         """Do nothing: remote attempts submit no events."""
 
     def _record_exit(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
-        """Record that an attempt is over, unless a damaged outbox has already ended it."""
-        if self._attempts.get(exited.trial) is attempt and not attempt.is_over:
-            attempt.is_over = True
+        """Record that an attempt has ended, unless a damaged outbox has already ended it."""
+        if self._attempts.get(exited.trial) is attempt and not attempt.has_ended:
+            attempt.has_ended = True
             self._exited.append(exited)
 
     def _read_outboxes(self) -> list[Message]:
@@ -397,12 +397,12 @@ class RemoteExecutor:
             if attempt.damage is not None:
                 self._record_exit(attempt, AttemptExited(attempt.spec.trial.trial, attempt.damage))
         if not errors or len(errors) < len(read):  # at least one read succeeded
-            self._unread_since = None
+            self._failing_since = None
         else:
-            if self._unread_since is None:
+            if self._failing_since is None:
                 logging.getLogger("prefect_tune").warning("cannot read outboxes of trials; retrying: %s", errors[0])
-                self._unread_since = time.monotonic()
-            if time.monotonic() - self._unread_since > _MAX_READ_OUTAGE.total_seconds():
+                self._failing_since = time.monotonic()
+            if time.monotonic() - self._failing_since > _MAX_READ_OUTAGE.total_seconds():
                 raise errors[0]
         return [
             message
@@ -446,7 +446,7 @@ class RemoteExecutor:
 
 @contextmanager
 def _collecting_errors(errors: list[StoreUnavailable | StoreRefused]) -> Iterator[None]:
-    """Append an error of the target to `errors`; do not raise it."""
+    """Append an error of the target to `errors` instead of raising it."""
     try:
         yield
     except (StoreUnavailable, StoreRefused) as error:

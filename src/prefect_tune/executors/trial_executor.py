@@ -78,7 +78,7 @@ def make_attempt_task(tags: tuple[str, ...]) -> _AttemptTask:
 
 @cache
 def make_node_task() -> _NodeTask:
-    """Return the task of another node of an attempt. It has no tags, so that no limit of a tag blocks it."""
+    """Return the task of a node other than node 0. The task has no tags, so no tag concurrency limit delays it."""
     return run_node.with_options(retries=0)
 
 
@@ -124,8 +124,8 @@ def stop_and_wait(
 ) -> None:
     """Request every trial to save and end; wait up to `grace` plus 3 s, and journal the events that the trials submit.
 
-    `journal` is called with the events since its last call, which may be none. If attempts continue after their search,
-    do nothing: the next owner takes them over. Raises the errors of `stop_all`.
+    `journal` is called with the events since its last call, possibly none. If attempts continue after their search, do
+    nothing: the next owner takes over these attempts. Raises the errors of `stop_all`.
     """
     if executor.is_detached:
         return
@@ -175,7 +175,7 @@ def _run_task(
 
 
 def task_error(state: State[Any]) -> BaseException | None:
-    """Return the error that an attempt's task raised; None if the task returned a final state."""
+    """Return the error that an attempt's task raised; None if the task raised nothing or `TrialFailed`."""
     if state.is_completed() or state.is_cancelled():  # do not call `result`, which needs Prefect's event loop
         return None
     result = state.result(raise_on_failure=False)
@@ -281,8 +281,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial` the number of slots is the number of CPUs, or the smallest limit. The trials that
-    train at the same time share the CPUs: one trial per slot, or all trials of the search if there are fewer.
+    Without `resources_per_trial`, the number of slots is the smallest limit, or without a limit the number of CPUs. The
+    trials that train at the same time share the CPUs; if there are fewer trials than slots, each share is larger.
 
     Args:
         plan: the plan, which may limit the number of slots.

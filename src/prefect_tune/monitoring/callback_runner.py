@@ -133,7 +133,7 @@ class CallbackThread(SearchObserver):
         self._queue_item(_QueueItem(experiment))
 
     def queue_end(self, experiment: Experiment) -> None:
-        """Let the thread deliver the remaining events, call `on_experiment_end`, and exit."""
+        """Request the thread to deliver the remaining events, call `on_experiment_end`, and exit."""
         self._queue_item(_QueueItem(experiment, is_last=True))
 
     def join(self, deadline: float) -> None:
@@ -226,7 +226,7 @@ class CallbackThread(SearchObserver):
                 self._call_hook(hook)
 
     def _call_hook(self, hook: Callable[[], object]) -> None:
-        """Call a hook; log the first three failures with a traceback, then only the 10th, 100th, and so on."""
+        """Call the callback's code; log the first three failures with a traceback, then the 10th, 100th, and so on."""
         try:
             hook()
         except BaseException as error:  # noqa: BLE001  a callback's error must not end the search

@@ -86,7 +86,7 @@ def emit_event_if_configured(event: PrefectEvent) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentAddress:
-    """The stable names, without credentials, of an experiment and its parts in events and assets."""
+    """The stable names of an experiment, its trials and its assets in Prefect events, without credentials."""
 
     target_uri: str
     experiment: str
@@ -112,12 +112,12 @@ class ExperimentAddress:
         resource_id = f"prefect-tune.experiment.{self.experiment_uri}"
         return {"prefect.resource.id": resource_id, "prefect.resource.name": self.experiment}
 
-    def trial_resource(self, trial: str) -> Mapping[str, str]:
+    def make_trial_resource(self, trial: str) -> Mapping[str, str]:
         """Return a trial of the experiment, as a resource of events."""
         resource_id = f"prefect-tune.trial.{self.experiment_uri}/{trial}"
         return {"prefect.resource.id": resource_id, "prefect.resource.name": f"{self.experiment}/{trial}"}
 
-    def checkpoints_uri(self, trial: TrialKey) -> str:
+    def make_checkpoints_uri(self, trial: TrialKey) -> str:
         """Return the URI of a trial's checkpoints, which is also the key of their asset."""
         return join_uri(self.redacted_target_uri, trial.checkpoints_folder)
 
@@ -158,12 +158,12 @@ class AssetEventBuilder:
             "exploited": source,
         }
         name = f"{self._address.experiment}/{event.trial}: checkpoints"
-        asset = make_asset(self._checkpoints_uri(event.trial), name, _CHECKPOINTS_DESCRIPTION)
-        yield from self._make_materialization_events(asset, [self._checkpoints_uri(source)] if source else [], metadata)
+        asset = make_asset(self._make_asset_key(event.trial), name, _CHECKPOINTS_DESCRIPTION)
+        yield from self._make_materialization_events(asset, [self._make_asset_key(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
         """Return the asset of a trial's checkpoints, as related resources; empty if Prefect rejects the asset."""
-        asset = make_asset(self._checkpoints_uri(trial))
+        asset = make_asset(self._make_asset_key(trial))
         return [to_related_resource(asset)] if asset else []
 
     def make_best_model_events(self, better: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
@@ -176,14 +176,14 @@ class AssetEventBuilder:
         warm_starts = list(experiment.warm_start_locations[:_MAX_SOURCES])
         origin = experiment.origin.experiment if experiment.origin else None
         forked = [ExperimentAddress(self._address.target_uri, origin).best_model_key] if origin else []
-        upstream = [self._checkpoints_uri(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
+        upstream = [self._make_asset_key(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
         metadata = {**event_payload(better), "warm_start": warm_starts, "forked_from": origin}
         name = f"{self._address.experiment}: best model"
         best = make_asset(self._address.best_model_key, name, _BEST_MODEL_DESCRIPTION)
         yield from self._make_materialization_events(best, upstream, metadata)
 
-    def _checkpoints_uri(self, trial: str) -> str:
-        return self._address.checkpoints_uri(self._journal.trial_key(trial))
+    def _make_asset_key(self, trial: str) -> str:
+        return self._address.make_checkpoints_uri(self._journal.trial_key(trial))
 
     def _make_materialization_events(
         self, asset: Asset | None, upstream: Sequence[str], metadata: Mapping[str, object]
@@ -245,11 +245,11 @@ class EventEmitter(SearchObserver):
             trial = after.trial(earlier.id)
             if earlier.phase is Phase.RUNNING and trial.phase is Phase.PENDING:
                 ended = AttemptEnded(trial=earlier.id, cause=trial.cause or Cause.MACHINE, reason=trial.end_reason)
-                self._emit_events(self._make_events(ended, before, after))
+                self._emit_events(self._convert_journal_event(ended, before, after))
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         before, self.experiment = self.experiment, experiment
-        self._emit_events(self._make_events(event, before, experiment))
+        self._emit_events(self._convert_journal_event(event, before, experiment))
 
     def emit_due_events(self) -> None:
         """Emit an event for each newly stalled trial, and the new best model when it is due."""
@@ -278,7 +278,7 @@ class EventEmitter(SearchObserver):
         except Exception:  # noqa: BLE001  an event must not end the training
             self._log.exception("an event of this experiment could not be emitted")
 
-    def _make_events(self, event: Event, before: Experiment, after: Experiment) -> Iterator[PrefectEvent]:
+    def _convert_journal_event(self, event: Event, before: Experiment, after: Experiment) -> Iterator[PrefectEvent]:
         """Yield the Prefect events of a journal event; `before` and `after` are the states around the event."""
         name, now = getattr(event, "trial", None), self._clock()
         earlier, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
@@ -317,12 +317,12 @@ class EventEmitter(SearchObserver):
         if isinstance(event, ExperimentEvent):
             name = event.name
             if trial_name := payload.get("trial"):
-                related = [{**address.trial_resource(str(trial_name)), "prefect.resource.role": "trial"}]
+                related = [{**address.make_trial_resource(str(trial_name)), "prefect.resource.role": "trial"}]
         else:
             name = event_name(event)
             if trial is not None:
                 related = [{**resource, "prefect.resource.role": "experiment"}]
-                resource = address.trial_resource(trial.id)
+                resource = address.make_trial_resource(trial.id)
                 if isinstance(event, CheckpointCommitted):
                     related += self._asset_events.make_asset_resources(trial.id)
         return PrefectEvent(name, {**resource, **event_labels(payload)}, related, payload)
@@ -332,7 +332,7 @@ class EventEmitter(SearchObserver):
 def emitting_events(
     emitter: EventEmitter, stop: threading.Event, before: Experiment | None = None
 ) -> Iterator[EventEmitter]:
-    """Emit the start of a run (see `EventEmitter.emit_start`), then due events, and the run's outcome on exit."""
+    """Emit the start of the run, due events during the `with` block, and the outcome on exit; see `emit_start`."""
     ended = threading.Event()
 
     def emit_until_end() -> None:

@@ -40,7 +40,7 @@ from prefect_tune.reporting.page import make_page, render_markdown
 from prefect_tune.storage_retries import with_retries
 from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
 
-# Publish Prefect artifacts from a background thread: create each once, update it in place, delete it at the end.
+# Publish Prefect artifacts from a background thread: create each once, update it in place, delete it when obsolete.
 
 _FIRST_DELAY = timedelta(seconds=2)
 _MAX_PAUSE = timedelta(minutes=10)
@@ -109,7 +109,7 @@ class ArtifactPublisher:
         self._thread.start()
 
     def notify_change(self) -> None:
-        """Publish the content in the next round."""
+        """Record that the content has changed: the next round publishes it."""
         if not self._changed.is_set():
             self._changed.set()
 
@@ -150,7 +150,7 @@ class ArtifactPublisher:
             return False
         try:
             with get_client(sync_client=True, httpx_settings={"timeout": _REQUEST_TIMEOUT.total_seconds()}) as client:
-                self._adopt_earlier_artifacts(client)
+                self._reconcile_earlier_artifacts(client)
                 for artifact in artifacts:
                     self._publish_artifact(client, artifact)
                 current = {artifact.identity for artifact in artifacts}
@@ -165,8 +165,8 @@ class ArtifactPublisher:
                 self._log.exception("the report could not be published; retried with the next update")
         return False
 
-    def _adopt_earlier_artifacts(self, client: SyncPrefectClient) -> None:
-        """Delete leftover artifacts of earlier processes, and adopt this run's artifacts; do nothing in a first run."""
+    def _reconcile_earlier_artifacts(self, client: SyncPrefectClient) -> None:
+        """Delete leftover artifacts, and find this run's artifacts, to update them; do nothing in a first run."""
         if self._earlier is None:
             return
         leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
@@ -224,13 +224,13 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""The report omits earlier runs if the journal is longer: reading it would take a minute of CPU time."""
+"""The report omits earlier runs if the journal is longer: reading such a journal takes a minute of CPU time."""
 _MAX_TRIAL_ARTIFACTS = 10
 """Each progress artifact of a trial costs the server about 15 ms per update."""
 
 
 class ReportObserver(SearchObserver):
-    """Publishes the state of the recorder after each change, in the thread of an `ArtifactPublisher`."""
+    """Publishes the report and the progress after each change, in the thread of an `ArtifactPublisher`."""
 
     def __init__(self, target: StorageTarget, recorder: SearchRecorder, estimate: SearchEstimate, log: Log) -> None:
         snapshot = recorder.read_search_snapshot()
@@ -303,7 +303,7 @@ class ReportObserver(SearchObserver):
             return
         expected = max(self._estimate.trial_count, len(trials))  # an earlier run may have requested more
         if expected == 1:
-            done = self._describe_progress(trials[0], snapshot)
+            done = self._describe_trial_progress(trials[0], snapshot)
         else:
             done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
         share = share_of_search(trials, snapshot.newest_report, self._estimate) or 0.0
@@ -324,11 +324,11 @@ class ReportObserver(SearchObserver):
                 _make_progress_key(experiment, name, self._target.uri),
                 "progress",
                 round(100 * share_of_trial(trial, snapshot.newest_report(name), self._estimate), 1),
-                f"Trial {name} of {experiment.name}: {self._describe_progress(trial, snapshot)}",
+                f"Trial {name} of {experiment.name}: {self._describe_trial_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
-    def _describe_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
+    def _describe_trial_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
         report, steps = snapshot.newest_report(trial.id), self._estimate.step_count
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"

@@ -89,10 +89,10 @@ class ProgressObserver(SearchObserver):
         """Return the progress as a table."""
         return progress_view.render_progress(self._reader.read_state(time.monotonic()), width, height)
 
-    def render_html(self, ending: SearchEnding, error: str) -> tuple[str, str]:
+    def render_html(self, status: SearchEnding, error: str) -> tuple[str, str]:
         """Return the progress as HTML for a notebook's cell, and as one line of text."""
         state = self._reader.read_state(time.monotonic())
-        return render_progress_html(state, ending, error, self._link), progress_view.render_progress_line(state)
+        return render_progress_html(state, status, error, self._link), progress_view.render_progress_line(state)
 
     def on_display_error(self, error: Exception) -> None:
         """Log `error`, and from now on log progress lines instead of showing the table."""
@@ -237,7 +237,7 @@ class SearchLog(SearchObserver):
         return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
-        """Describe the newest checkpoint; for a paused or pruned trial, only if it differs from the last step."""
+        """Describe the newest checkpoint; for a paused or pruned trial, only if it is not of the last step."""
         key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
         if key is None:
             return "; no checkpoint"

@@ -111,7 +111,7 @@ class SearchRecorder(SearchObserver):
         self._changes = []
 
     def prepend_entries(self, entries: Iterable[Entry] | None) -> None:
-        """Apply the entries of earlier runs, then reapply the changes of this run; with None, keep the current view."""
+        """Apply the entries of earlier runs, then the changes of this run again; keep the view if `entries` is None."""
         view = self._view
         if entries is not None:
             view = SearchView(self._initial_experiment)

@@ -137,18 +137,18 @@ class ReportInput:
         return is_search(self.experiment)
 
     @cached_property
-    def owners(self) -> Mapping[str, Owner | None]:
+    def owner_by_trial(self) -> Mapping[str, Owner | None]:
         """The owner that ran the last attempt, by trial."""
         return {attempt.trial: attempt.owner for attempt in self.snapshot.attempts}
 
     def run_url_of(self, trial: Trial) -> str | None:
         """Return the URL of the run of a trial's last attempt."""
-        owner = self.owners.get(trial.id)
+        owner = self.owner_by_trial.get(trial.id)
         return self.run_url(owner) if owner else None
 
     def host_of(self, trial: Trial) -> str | None:
         """Return the host that runs a trial; None if the trial is not running."""
-        owner = self.owners.get(trial.id)
+        owner = self.owner_by_trial.get(trial.id)
         return owner.host if owner and trial.status is Status.RUNNING else None
 
     @cached_property
@@ -266,7 +266,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: the first (best) ones, and as many from the rest at regular distances."""
+    """Return at most `max_count` trials: half of them are the first (best) trials, half are spread over the rest."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]

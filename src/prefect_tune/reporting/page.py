@@ -89,10 +89,10 @@ Column: TypeAlias = tuple[str, Sequence[Cell]]
 
 
 def make_page(report: ReportInput) -> Sequence[PageElement]:
-    """Return the blocks of the report page."""
+    """Return the elements of the report page."""
     results = (make_headline_section, make_best_trial_section, make_figures_section, make_trials_section)
     sections = (*results, make_errors_section, _make_cost_section, _make_runs_section, _make_settings_section)
-    return [block for section in sections for block in section(report)]
+    return [element for section in sections for element in section(report)]
 
 
 def make_headline_section(report: ReportInput) -> Iterator[PageElement]:
@@ -258,7 +258,7 @@ def _measure_column(column: Column) -> int:
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
-    """Yield a table. Columns after the first with the same value in all rows become a note above the table."""
+    """Yield a table. After the first column, a column with one value in all rows becomes a note above the table."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:
@@ -380,25 +380,25 @@ _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$!&])")
 _MAX_UNBROKEN_CHARACTERS = 16
 
 
-def render_markdown(blocks: Sequence[PageElement], *, has_pictures: bool = True) -> str:
+def render_markdown(elements: Sequence[PageElement], *, has_pictures: bool = True) -> str:
     """Return the page as Markdown, with pictures or only their descriptions. Names chosen by users are escaped."""
-    return "\n".join(line for block in blocks for line in _render_block(block, has_pictures=has_pictures)) + "\n"
+    return "\n".join(line for element in elements for line in _to_markdown(element, has_pictures=has_pictures)) + "\n"
 
 
-def _render_block(block: PageElement, *, has_pictures: bool) -> Iterator[str]:
-    match block:
+def _to_markdown(element: PageElement, *, has_pictures: bool) -> Iterator[str]:
+    match element:
         case Heading(text=text, level=level):
             yield f"{'#' * level} {escape_markdown(text)}"
         case Text(parts=parts, kind=kind):
             text = "".join(map(_render_cell, parts))
             yield f"**{text.strip()}**" if kind == "strong" else text
-        case Figure():
-            alt_text = escape_markdown(block.description)
-            yield f"![{alt_text}]({data_uri(block.svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
-            if block.legend:
-                yield from ("", f"*{escape_markdown(block.legend)}*")
+        case Figure(svg=svg):
+            alt_text = escape_markdown(element.description)
+            yield f"![{alt_text}]({data_uri(svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
+            if element.legend:
+                yield from ("", f"*{escape_markdown(element.legend)}*")
         case Table():
-            yield from _render_table(block)
+            yield from _render_table(element)
         case Code(text=text, language=language):
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
             yield from (f"{fence}{language}", make_visible(text), fence)
@@ -421,7 +421,7 @@ def _render_table(table: Table) -> Iterator[str]:
 
 
 def _avoid_breaks(cell: str) -> str:
-    """Replace the spaces of a short cell: the cell must not wrap, although tables are narrow in Prefect's UI."""
+    """Replace the spaces of a short cell, so that the cell does not wrap: tables are narrow in Prefect's UI."""
     return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _MAX_UNBROKEN_CHARACTERS else cell
 
 
@@ -465,9 +465,9 @@ img{max-width:100%;height:auto;display:block}
 """
 
 
-def render_html(blocks: Sequence[PageElement]) -> str:
+def render_html(elements: Sequence[PageElement]) -> str:
     """Return the page as HTML. Names chosen by users are escaped."""
-    title = next((block.text for block in blocks if isinstance(block, Heading)), "")
+    title = next((element.text for element in elements if isinstance(element, Heading)), "")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -475,5 +475,5 @@ def render_html(blocks: Sequence[PageElement]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape_html(title)}</title><style>{_STYLE}</style></head><body><main>\n"
     )
-    body = "\n".join(element for block in blocks for element in render_element(block))
+    body = "\n".join(line for element in elements for line in render_element(element))
     return f"{head}{body}\n</main></body></html>\n"

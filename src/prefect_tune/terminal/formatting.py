@@ -32,7 +32,7 @@ UNLIMITED_WIDTH = 100_000
 
 
 def get_output_width() -> int:
-    """Return `COLUMNS` if it is set, or the width of stdout's terminal, or `UNLIMITED_WIDTH`."""
+    """Return `COLUMNS` if it is set, else the width of stdout's terminal, else `UNLIMITED_WIDTH`."""
     has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return Console().width if has_width else UNLIMITED_WIDTH
 
@@ -83,7 +83,7 @@ _MAX_NAMED_TRIALS = 3
 
 
 def format_value(value: object) -> str:
-    """Format a value for people."""
+    """Format a value for display: floats with six digits, lists and mappings without brackets."""
     match value:
         case Mapping():
             return ", ".join(f"{name} {format_value(item)}" for name, item in value.items())
@@ -255,7 +255,7 @@ UNKNOWN_FRESHNESS = Freshness(None, timedelta(0), is_running=False)
 
 
 def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
-    """Return the freshness of `view` at `now`. Clocks differ: a time in the future counts as `now`."""
+    """Return the freshness of `view` at `now`. Clocks differ, so a time in the future counts as `now`."""
     is_running = any(trial.status is Status.RUNNING for trial in view.experiment.trials.values())
     period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
     as_of = parse_time(view.as_of)
@@ -305,7 +305,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used. A single sample does not tell how many processors were busy."""
+    """Return the resources that an attempt used. One sample does not show how many processors were busy."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None
@@ -324,7 +324,7 @@ def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
 
 
 def format_rank_ends(ends: Sequence[RankEnd]) -> str:
-    """Describe the exits of ranks that ended in another way than most: `rank 1: ended by SIGKILL, the cause`."""
+    """Describe the ranks that ended differently from most ranks: `rank 1: ended by SIGKILL, the cause`."""
     parts = []
     for end in ends:
         more = len(end.ranks) - _MAX_NAMED_RANKS

@@ -87,7 +87,7 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see. A live table or a cell hides all others."""
+"""The `extra` of a log line below WARNING that users must see: a live table or a cell hides other such lines."""
 
 
 class QuietFilter(logging.Filter):
@@ -163,7 +163,7 @@ def live_display(draw: DrawTable, on_error: ErrorHandler, terminal: TextIO) -> I
     """Show a live table during the `with` block, then remove it; only one table is shown at a time.
 
     A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal;
-    they end the table, but not the block.
+    such an error ends the table, but not the block.
     """
     if not _display_lock.acquire(blocking=False):
         yield

@@ -171,7 +171,7 @@ class ProgressReader:
         if elapsed < _MIN_ELAPSED or not trained_steps:
             return budget
         try:
-            steps = count_remaining_steps(trials, self._estimate)
+            steps = estimate_remaining_steps(trials, self._estimate)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
         except OverflowError:  # the search will not reach so many steps
@@ -179,23 +179,23 @@ class ProgressReader:
         return left if left is None or budget is None else min(left, budget)
 
 
-def count_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
-    """Return the number of steps that a search has left; None if its number of trials or steps is unknown.
+def estimate_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
+    """Estimate how many steps a search has left; return None if the number of trials or of their steps is unknown.
 
-    A running trial trains up to `step_count` steps, a new trial as many as the ended trials on average. A waiting trial
-    repeats the steps after its newest checkpoint. The number is also unknown if not every paused trial resumes.
+    A running trial trains up to the maximum step. A new trial trains as long as ended trials did on average. A waiting
+    trial repeats the steps after its newest checkpoint. The result is also None if a paused trial may never resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     new_trial_steps = fmean(last_steps) if last_steps else estimate.step_count
-    step_count = estimate.step_count or new_trial_steps
-    if estimate.trial_count is None or not (step_count and new_trial_steps) or not estimate.resumes_all_paused:
+    max_steps = estimate.step_count or new_trial_steps
+    if estimate.trial_count is None or not (max_steps and new_trial_steps) or not estimate.resumes_all_paused:
         return None
     steps = max(0, estimate.trial_count - len(trials)) * new_trial_steps
     for trial in trials:
         if trial.phase not in ENDED_PHASES:
             checkpoint = newest_checkpoint(trial)
             step = trial.step if trial.phase is Phase.RUNNING else checkpoint.step if checkpoint else 0
-            steps += max(0, step_count - step)
+            steps += max(0, max_steps - step)
     return steps
 
 
@@ -210,7 +210,7 @@ def share_of_search(
 
 
 def share_of_trial(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
-    """Return the completed share of a trial's training; 1 for a paused trial unless all paused trials resume."""
+    """Return the completed share of a trial's training; 1 for a paused trial that may never resume."""
     if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not estimate.resumes_all_paused):
         return 1.0
     step, steps = max(trial.step, report.step if report else 0), estimate.step_count
@@ -242,7 +242,7 @@ def make_trials_table(
         table.add_column(Text(make_visible(name)), no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(*to_plain_cells(row), style=styles.get(trial.status, ""))
-    note = f"hidden, for lack of room: {', '.join(hidden)}; a wider terminal or a pipe has all columns"
+    note = f"hidden, for lack of room: {', '.join(hidden)}; a wider terminal or a pipe shows all columns"
     return table, make_visible(note) if hidden else ""
 
 

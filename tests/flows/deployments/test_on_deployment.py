@@ -347,7 +347,7 @@ def _poll_for(api: Api, deployment: DeploymentLauncher, run: UUID, seconds: floa
     """Poll every 2 s for so long; return whether the run has ended."""
     for _ in range(int(seconds / 2)):
         api.slept.append(2.0)
-        ended = deployment._poll_ended(run)
+        ended = deployment._poll_and_check_end(run)
     return ended
 
 
