@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
-from prefect_tune.core.journal.journal import is_snapshot_due, snapshot_interval, write_snapshot
+from prefect_tune.core.journal.journal import compute_snapshot_interval, is_snapshot_due, write_snapshot
 from prefect_tune.core.journal_events import (
     AttemptStarted,
     CheckpointCommitted,
@@ -73,7 +73,7 @@ def write_history(trial_count: int) -> History:
         state = entries.measure(partial(_append, entries.store, state, make_events(state)))
         if is_snapshot_due(state, state.entry_count - 1):
             snapshots.measure(partial(write_snapshot, snapshots.store, state))
-        interval, last = snapshot_interval(state), _ENTRIES_OF_A_TRIAL * trial_count
+        interval, last = compute_snapshot_interval(state), _ENTRIES_OF_A_TRIAL * trial_count
         if (state.entry_count + 1) % interval == 0 and state.entry_count + interval >= last:
             break
     count = state.entry_count
@@ -86,7 +86,7 @@ def write_history(trial_count: int) -> History:
         late_requests=snapshots.store.operations.total() / count,
         late_bytes=snapshots.store.bytes_in / count,
         snapshot_bytes=sum(map(len, snapshots.store.objects.values())),
-        tail=count % snapshot_interval(state),
+        tail=count % compute_snapshot_interval(state),
         append_microseconds=entries.mean_seconds() * 1e6,
         late_microseconds=sum(snapshots.seconds) / count * 1e6,
     )

@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def current_owner(*, attempt: int = 0) -> Owner:
-    """Return this process as the owner of a journal. The errors of superseded owners name it."""
+    """Return an `Owner` that names this process. The error `Superseded` of an earlier owner shows it."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
@@ -81,7 +81,7 @@ class JournalWriter:
         self._writer = writer
 
     def write(self, events: Sequence[Event], stamp: WriteStamp | None = None) -> Experiment:
-        """Write the next entry, durably, while this process is the owner; return the state after it.
+        """Write the next entry, which is durable when this returns; return the state after the entry.
 
         Raises:
             Superseded: another process owns the journal now.
@@ -204,7 +204,7 @@ def acquire_and_adopt(
         owner, stamp = request.owner, request.stamp
         state_after = acquire_ownership(store, key, owner, stamp, events_for=collect_events, loaded=request.loaded)
         if before is not None:  # None: an earlier try wrote the entry, and the reply was lost
-            set_dead_attempts_crashed(before, owner)
+            mark_dead_attempts_crashed(before, owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.
         adoption_stamp = WriteStamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
         return adopt_unjournaled_saves(store, state_after, adoption_stamp)
@@ -225,7 +225,7 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
     requests = iter([request])
 
     def try_to_acquire() -> Experiment:
-        # `loaded` is valid only for the first try, which may have written an entry and lost the reply.
+        # After the first try, `loaded` may be stale: the try may have written an entry although its reply was lost.
         next_request = next(requests, replace(request, loaded=None))
         with target.open(timeout=READ_TIMEOUT) as store:
             return acquire_and_adopt(store, key, target, next_request)
@@ -236,15 +236,15 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
 """Prefect's keys of the tasks that run attempts begin with these prefixes: in a search, and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The owners as which this process has taken over journals. Their attempts end by themselves."""
+"""The `Owner` values with which this process has taken over journals. Their attempts end by themselves."""
 
 
-def set_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
-    """Set the task runs of the attempts that were running in `before`, the state before the takeover, to Crashed.
+def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
+    """Set to Crashed the task runs of the attempts that were running in `before`, the state before the takeover.
 
-    A thread does this. An attempt whose flow run is alive keeps its state: the attempt ends by itself as soon as it
-    detects that it was superseded. If this process finds later that the flow run has ended, it sets the attempt to
-    Crashed then. The thread does not delay the exit of the process, and ignores errors of the Prefect server.
+    A thread does this: it does not delay the exit of the process, and ignores errors of the Prefect server. An attempt
+    whose flow run is alive keeps its state, and ends by itself as soon as it detects that it was superseded. If the
+    thread finds later that this flow run has ended, the thread sets the attempt to Crashed.
     """
     owner_before, is_own = before.owner, before.owner in _owners_of_this_process
     _owners_of_this_process.add(owner)
@@ -252,16 +252,16 @@ def set_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
     if is_own or owner_before is None or not running:
         return
     is_same_run = owner_before.flow_run == owner.flow_run
-    _set_attempts_crashed(owner_before, owner, (owner.attempt or flow_run.run_count) if is_same_run else None)
+    _mark_attempts_crashed(owner_before, owner, (owner.attempt or flow_run.run_count) if is_same_run else None)
 
 
 def set_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
     """Set the task run of an attempt on another machine to Crashed, after `owner` has fenced the attempt."""
     if supervisor.task_run is not None:
-        _set_attempts_crashed(supervisor, owner, None)
+        _mark_attempts_crashed(supervisor, owner, None)
 
 
-def _set_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None) -> None:
+def _mark_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None) -> None:
     if dead_owner.flow_run is None:
         return
     is_same_run = dead_owner.flow_run == owner.flow_run  # Prefect restarts a run only after it has ended
@@ -282,8 +282,8 @@ def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRu
 
     Args:
         owner: the owner of the journal, or the supervisor of one attempt, with the id of its task run.
-        run_count: the run count of the flow run if the flow run was started again: the attempts of this run are not
-            attempts of `owner`. None if it was not started again.
+        run_count: the present run count of the flow run if the run was restarted: attempts since then are not attempts
+            of `owner`. None if the run was not restarted.
     """
 
     def is_attempt(run: TaskRun) -> bool:

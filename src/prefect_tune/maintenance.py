@@ -71,7 +71,7 @@ class DamagedCheckpoint:
 
     experiment: str
     trial: str | None
-    """None for the journal, like `step`."""
+    """None for the journal; `step` is then also None."""
     step: int | None
     folder: str
     """Its folder on the target."""
@@ -109,7 +109,7 @@ class ExperimentMaintenance:
     """Unreferenced objects that a running save may still use."""
     skipped: list[SkippedWork] = field(default_factory=list)
 
-    def skip(self, work: str, reason: str) -> None:
+    def record_skipped(self, work: str, reason: str) -> None:
         """Record and log skipped work."""
         get_run_logger().warning("%s: skipped %s: %s", self.experiment, work, reason)
         self.skipped.append(SkippedWork(self.experiment, work, reason))
@@ -139,7 +139,7 @@ class MaintenanceReport(RenamedMembers):
     experiments: tuple[ExperimentMaintenance, ...]
     """The findings and actions by experiment."""
     skipped: tuple[SkippedWork, ...]
-    """Work that failed, or for which the time did not suffice, with the reason."""
+    """Work that failed or exceeded the time budget, with the reason."""
     dry_run: bool
     """Whether the run wrote and deleted nothing."""
 
@@ -184,7 +184,7 @@ class MaintenanceReport(RenamedMembers):
 
 
 def publish_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; only log an error, since the run returns the report too."""
+    """Publish the report as an artifact of the flow run; an error is only logged: the run also returns the report."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{digest_of(report.target.encode())[:6]}"
     try:
@@ -263,7 +263,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
     try:
         journal = with_store(target, lambda store: find_current_journal(store, name))
     except _SKIPPABLE_ERRORS as error:
-        upkeep.skip("everything", str(error))
+        upkeep.record_skipped("everything", str(error))
         return upkeep
     actions: dict[str, Callable[[], None]] = {
         "checkpoints": partial(_verify_and_quarantine, options, journal, upkeep),
@@ -274,17 +274,17 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
         try:
             action()
         except JournalCorrupt as error:
-            upkeep.skip(what, f"the journal is damaged: {error}")
+            upkeep.record_skipped(what, f"the journal is damaged: {error}")
             if all(damage.folder != journal.entries_folder for damage in upkeep.damaged):
                 damaged = DamagedCheckpoint(name, None, None, journal.entries_folder, str(error), is_quarantined=False)
                 upkeep.damaged.append(damaged)
         except _SKIPPABLE_ERRORS as error:
-            upkeep.skip(what, str(error))
+            upkeep.record_skipped(what, str(error))
     return upkeep
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share; publish damage and then quarantine it: later runs do not read quarantined checkpoints."""
+    """Read the daily share; publish damage before quarantining it: later runs do not read quarantined checkpoints."""
     if options.share is None:
         return
     result = verify_checkpoints(options.target, journal, options.share, options.max_bytes, options.until)
@@ -292,9 +292,9 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
     upkeep.verified_bytes = sum(item.size_bytes for item in result.inspected)
     upkeep.unread_count = result.unread_count
     for unreadable in result.unreadable:
-        upkeep.skip(unreadable.folder, unreadable.reason)
+        upkeep.record_skipped(unreadable.folder, unreadable.reason)
     if result.unread_count:
-        upkeep.skip(f"{result.unread_count} checkpoints of this sample", "the limits were reached")
+        upkeep.record_skipped(f"{result.unread_count} checkpoints of this sample", "the limits were reached")
     reasons = {item.key: item.damage or "" for item in result.corrupt_checkpoints}
     for key, damage in reasons.items():
         get_run_logger().error("%s is damaged: %s", key.folder, damage)
@@ -306,7 +306,7 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
     try:
         folders = {key.folder for key in quarantine_checkpoints(options.target, journal, reasons)}
     except _SKIPPABLE_ERRORS as error:
-        upkeep.skip("quarantine", str(error))
+        upkeep.record_skipped("quarantine", str(error))
     else:
         upkeep.damaged = [replace(item, is_quarantined=item.folder in folders) for item in upkeep.damaged]
 
@@ -319,9 +319,9 @@ def _run_garbage_collection(options: MaintenanceOptions, journal: JournalKey, up
     upkeep.undecided_count = sum(trial.undecided_count for trial in garbage.trials)
     for trial in garbage.trials:
         if (reason := trial.damage or trial.kept) is not None:
-            upkeep.skip(f"garbage of trial {trial.trial}", reason)
+            upkeep.record_skipped(f"garbage of trial {trial.trial}", reason)
     if garbage.skipped_count:
-        upkeep.skip(f"garbage of {garbage.skipped_count} trials", "the time budget was spent")
+        upkeep.record_skipped(f"garbage of {garbage.skipped_count} trials", "the time budget was spent")
 
 
 # Delete an experiment.
@@ -403,9 +403,9 @@ def delete_experiment(
 
 
 def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
-    """Raise `InvalidInput` if the journal has a running trial, or the owner publishes, and this is not stale.
+    """Raise `InvalidInput` if a run may own the experiment: a trial runs or a live status exists, and is not stale.
 
-    A search between two trials has no running trial; a killed process stops publishing. Whether both are stale depends
+    A search between two trials has only a live status, which a killed process no longer updates. What is stale depends
     on this machine's clock. This check misses a search in its first second, and a search with
     `live_period_seconds=None` while none of its trials runs.
     """

@@ -3,7 +3,7 @@
     a search, a training    one process: `make_next_owner` returns the owner that may take over; its attempts write
                             the journal through this process, or post to outboxes that it reads
     a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
-                            each task writes one entry after another by `append_entry_among_writers`
+                            each task writes one entry after another by `append_entry_after_newer`
 
 No process watches a run: the next run that takes over the journal owns it, without negotiation. Only a scheduled run
 ends if the owner is alive (`check_run_alive` in `prefect_api/flow_runs.py`: state and heartbeats). `has_process_ended`
@@ -113,11 +113,11 @@ _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
-    """Return `plan`, of a call without an experiment name, with a name that each repetition of the call gets too.
+    """Return `plan`, whose call names no experiment, with a name; each repetition of the call gets the same name.
 
     Each experiment of a root run has a document that identifies the call that claimed the name, by the call's location
-    and a digest of what it trains. The first call gets the root's id as its name, other calls the id and a digest of
-    their number. So a retry may repeat the calls in another order, or only some of them.
+    and a digest of what the call trains. The first call gets the root's id as its name, other calls the id and a digest
+    of their number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
         InvalidInput: a retry could not distinguish this call from a running call; or an earlier try made another call
@@ -220,19 +220,19 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
 # All tasks of one flow run of a user's own flow.
 
 
-def current_writer() -> Owner:
-    """Return the identity of the flow run that calls a public task: the same in all tasks and processes of the run.
+def make_run_owner() -> Owner:
+    """Return the owner for a public task: the calling flow run, the same in all its tasks and processes.
 
     `attempt` is the run count, which a retry increments, so a retry supersedes the earlier try. Without a flow run, the
-    writer is this process.
+    owner is this process.
     """
     owner = current_owner(attempt=flow_run.run_count or 0)
     name = owner.name if owner.flow_run else f"script {_PROCESS_ID}"
     return owner.model_copy(update={"name": name, "task_run": None})
 
 
-def is_same_writer(one: Owner | None, other: Owner) -> bool:
-    """Return whether two owners from `current_writer` are the same flow run, or the same process without a flow run."""
+def has_same_identity(one: Owner | None, other: Owner) -> bool:
+    """Return whether two owners from `make_run_owner` are the same flow run, or the same process without a flow run."""
     return one is not None and one.identity == other.identity
 
 
@@ -252,17 +252,17 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
         ResumeFailed: the journal is damaged, or the experiment is being deleted; nothing was started.
         StoreRefused: the target refuses access.
     """
-    writer, stamp = current_writer(), new_write_stamp()
+    owner, stamp = make_run_owner(), new_write_stamp()
 
     def require_not_owned(current: Experiment) -> Sequence[Event]:
-        if is_same_writer(current.owner, writer):
+        if has_same_identity(current.owner, owner):
             raise _AlreadyOwnedError
         return ()
 
     with _write_locks[target.uri, experiment]:
         while True:
             state = read_experiment_raising_refusals(target, experiment)
-            if not is_same_writer(state.owner, writer):
+            if not has_same_identity(state.owner, owner):
                 require_continuable(state)
                 if state.settings or any(trial.proposed_by_search for trial in state.trials.values()):
                     raise InvalidInput(
@@ -270,13 +270,13 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                         "expected a new name, or an experiment of these tasks. Nothing was written: choose another "
                         "experiment name"
                     )
-                _require_not_superseded(state, target, writer)
-                # Suppress a takeover by another task of this run; after any other takeover the next iteration raises.
+                _require_not_superseded(state, target, owner)
+                # Ignore a takeover by another task of this run; after any other takeover, the next iteration raises.
                 with suppress(_AlreadyOwnedError, Superseded):
                     if not check_target(target).conditional_create:
                         require_one_process(target.uri)
-                    opening = OwnershipRequest(writer, new_write_stamp(), require_not_owned, loaded=state)
-                    return acquire_and_adopt_with_retries(target, state.key, opening)
+                    request = OwnershipRequest(owner, new_write_stamp(), require_not_owned, loaded=state)
+                    return acquire_and_adopt_with_retries(target, state.key, request)
             elif state.last_adopting_term == state.term:
                 return state
             else:  # a task of this run has begun the takeover, and was killed or is still running
@@ -284,14 +284,14 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                     return with_store(target, partial(adopt_unjournaled_saves, experiment=state, stamp=stamp))
 
 
-def _require_not_superseded(state: Experiment, target: StorageTarget, writer: Owner) -> None:
+def _require_not_superseded(state: Experiment, target: StorageTarget, owner: Owner) -> None:
     if state.key.generation > 1:
-        with_store(target, lambda store: reject_earlier_writer(store, state.key, writer.identity))
+        with_store(target, lambda store: reject_earlier_writer(store, state.key, owner.identity))
     if state.owner is None:
         return
-    is_older_try = state.owner.flow_run == writer.flow_run is not None and writer.attempt < state.owner.attempt
+    is_older_try = state.owner.flow_run == owner.flow_run is not None and owner.attempt < state.owner.attempt
     earlier_owners = () if is_older_try else with_store(target, partial(read_earlier_owners, experiment=state))
-    if is_older_try or any(is_same_writer(owner, writer) for owner in earlier_owners):
+    if is_older_try or any(has_same_identity(earlier, owner) for earlier in earlier_owners):
         raise _superseded_error(state, target)
 
 
@@ -302,7 +302,7 @@ def _superseded_error(state: Experiment, target: StorageTarget) -> Superseded:
     )
 
 
-def append_entry_among_writers(
+def append_entry_after_newer(
     target: StorageTarget,
     state_before: Experiment,
     events: Sequence[Event],
@@ -328,7 +328,7 @@ def append_entry_among_writers(
             newer_entries = read_entries(store, state_before.key, state_before.entry_count)
             if any(entry.write_id == stamp.write_id for entry in newer_entries):
                 return state
-            if not is_same_writer(state.owner, state_before.owner or current_writer()):
+            if not has_same_identity(state.owner, state_before.owner or make_run_owner()):
                 raise _superseded_error(state, target)
             check_state(state)
     raise StoreUnavailable(f"{state_before.key}: {MAX_WRITE_RACES} other writers were faster; try again")
@@ -351,13 +351,13 @@ def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, ev
         if state.trials.get(trial) != before.trials.get(trial):
             raise SaveOvertaken(f"{state.key}: another task has changed trial {trial!r} in the meantime")
 
-    return append_entry_among_writers(target, before, events, new_write_stamp(), require_unchanged)
+    return append_entry_after_newer(target, before, events, new_write_stamp(), require_unchanged)
 
 
 def make_trial_entry_writer(trial: str) -> EntryWriter:
-    """Return a function that journals the events of an attempt of `trial` beside other tasks of this flow run.
+    """Return a function that journals the events of an attempt of `trial` while other tasks of this run may write too.
 
-    The function also raises `Superseded` if another attempt of the trial has begun, or this attempt was ended; and
+    The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended; and
     `SaveOvertaken` if another task has committed or retired a checkpoint of the trial since a save in the events began.
     """
 
@@ -377,7 +377,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
             if theirs and any(not can_commit_save(theirs, checkpoint.sequence) for checkpoint in saves):
                 raise SaveOvertaken(f"{state.key}: another task has changed the checkpoints of trial {trial!r}")
 
-        return with_retries(lambda: append_entry_among_writers(target, experiment, events, write_stamp, check_state))
+        return with_retries(lambda: append_entry_after_newer(target, experiment, events, write_stamp, check_state))
 
     return write
 

@@ -22,7 +22,7 @@ from prefect.states import Completed, Crashed, Running, Scheduled
 import prefect_tune as pt
 from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
 from prefect_tune.core.journal_events import AttemptStarted, Owner, TrialAdded
-from prefect_tune.journal_access import make_attempt_filter, set_dead_attempts_crashed
+from prefect_tune.journal_access import make_attempt_filter, mark_dead_attempts_crashed
 from prefect_tune.prefect_api import task_runs
 from prefect_tune.tasks.trials import run_attempt
 from tests.fakes.checkpoints import first_generation
@@ -78,7 +78,7 @@ def read_states(client: SyncPrefectClient, owner: Owner) -> Mapping[str, str | N
 
 
 def take_over(client: SyncPrefectClient, owner: Owner, by: Owner = NEXT) -> Mapping[str, str | None]:
-    set_dead_attempts_crashed(make_experiment(owner), by)
+    mark_dead_attempts_crashed(make_experiment(owner), by)
     for thread in threading.enumerate():
         if thread.name == "settle-dead-attempts":
             thread.join(timeout=60)
@@ -121,7 +121,7 @@ def test_attempts_of_a_flow_run_keep_their_states_while_it_is_alive_and_are_cras
         died.wait(60)
 
     monkeypatch.setattr(task_runs, "time", SimpleNamespace(sleep=sleep_until_death))
-    set_dead_attempts_crashed(make_experiment(alive), NEXT)
+    mark_dead_attempts_crashed(make_experiment(alive), NEXT)
     assert looked.wait(60)
     assert set(read_states(client, alive).values()) == {"Running"}
     client.set_flow_run_state(flow_run, Crashed(), force=True)
@@ -145,7 +145,7 @@ def test_more_dead_attempts_than_the_server_lists_at_a_time_are_set_to_crashed(
 
 def test_an_attempt_of_an_owner_that_this_process_was_keeps_its_state(client: SyncPrefectClient) -> None:
     earlier = Owner(name="earlier", host=HOST, pid=os.getpid(), flow_run=str(create_flow_run(client, Crashed())))
-    set_dead_attempts_crashed(make_experiment(Owner(name="forged", host=OTHER_HOST, pid=1, flow_run="no id")), earlier)
+    mark_dead_attempts_crashed(make_experiment(Owner(name="forged", host=OTHER_HOST, pid=1, flow_run="no id")), earlier)
     assert set(take_over(client, earlier).values()) == {"Running"}
 
 

@@ -27,7 +27,12 @@ from prefect_tune.executors.trial_executor import Slots
 from prefect_tune.parameters.plan_checks import RETRY_KEEPS_CONFIGURATION
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.results import Results
-from prefect_tune.tuner.run_search import log_already_finished, log_search_start, search_failed_error, warn_of_takeover
+from prefect_tune.tuner.run_search import (
+    log_if_already_finished,
+    log_search_start,
+    search_failed_error,
+    warn_of_takeover,
+)
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import apply_events
 from tests.fakes.trial_processes import LogRecorder, make_log
@@ -73,7 +78,7 @@ def test_a_run_that_trains_nothing_of_a_finished_search_says_how_to_train_more(
     before = apply_events(ADDED, [STARTED, TrialFinished(trial="t", reason="done", kind=FinishKind.RETURNED)])
     ended = apply_events(before, events)
     plan = SearchPlan(trainable=lambda _: None, target="/runs", experiment="e", **options)
-    log_already_finished(plan, before, ended, make_log(recorder))
+    log_if_already_finished(plan, before, ended, make_log(recorder))
     assert len(recorder.lines) == lines
 
 

@@ -26,7 +26,7 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal. The errors of superseded owners name it."""
+    """The process that owns a journal. The error `Superseded` of an earlier owner names it."""
 
     name: str
     host: str
@@ -386,7 +386,7 @@ class ExperimentConfigured(Value):
     extensions: Mapping[str, int] = Field(default_factory=dict)
     """By run, the number of samples that it adds to the planned samples. A run that is restarted adds them only once.
 
-    Its key stays the same after a restart: the run's id, or its position in the run that called it.
+    The key of a run stays the same after a restart: the run's id, or its position in the run that called it.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""

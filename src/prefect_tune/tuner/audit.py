@@ -5,7 +5,7 @@ write in that state. Afterwards it records the event in a `SearchPolicy`, like a
 the results in the order of their arrival, and are in the same state at each event. A new owner creates a new policy and
 replays the journal to it; so does the audit.
 
-    state before ──► derive_finding(event): expected, underivable or None ──► state after ──► record(event)
+    state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
 Never: show a policy more of the journal than the search had written; import code that only the journal names.
 """
 
@@ -145,11 +145,11 @@ def audit(
         StoreUnavailable: the target did not answer.
     """
     storage = resolve_existing(target)
-    derivation = _Derivation(storage, {"space": space, "search": search, "scheduler": scheduler, "stop": stop})
+    auditor = _Auditor(storage, {"space": space, "search": search, "scheduler": scheduler, "stop": stop})
     derived, not_derived, observed = Counter[str](), Counter[str](), Counter[str]()
 
     def compare_and_apply(before: Experiment, event: Event, number: int, writer: Writer) -> Experiment:
-        match derivation.derive_finding(before, event):
+        match auditor.derive(before, event):
             case None:
                 observed[event.type] += 1
             case _Underivable(reason=reason):
@@ -161,7 +161,7 @@ def audit(
                 trial, journaled = getattr(event, "trial", None), _format_event(event, *events[:1])
                 raise _DifferenceFoundError(AuditDifference(number, trial, expected, journaled))
         after = apply_event(before, event, number, writer)
-        derivation.record(before, event, after)
+        auditor.record(before, event, after)
         return after
 
     difference, number = None, 0
@@ -170,7 +170,7 @@ def audit(
         try:
             for entry, digest in iter_entries(store, state.key):
                 number = entry.number
-                derivation.begin_entry(entry)
+                auditor.begin_entry(entry)
                 state = apply_entry(state, entry, digest, compare_and_apply)
         except _DifferenceFoundError as error:
             difference = error.difference
@@ -187,7 +187,7 @@ class _DifferenceFoundError(Exception):
         self.difference = difference
 
 
-# The audit's finding about an event of the journal.
+# What the audit derives for an event of the journal.
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +206,11 @@ class _Underivable:
     reason: str
 
 
-_Finding: TypeAlias = _Expectation | _Underivable | None
+_Derived: TypeAlias = _Expectation | _Underivable | None
 """None: the event is not a decision, but for example a report, the end of an attempt, or a request of the user."""
 
 
-# The plan of each owner: the settings in the journal, and the auditor's arguments.
+# The plan of each owner: the settings in the journal, and the arguments of `audit`.
 
 
 class _UnknownSearch(Search):
@@ -276,7 +276,7 @@ def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[s
 
 
 PASSABLE_PARAMETERS = ("space", "search", "scheduler", "stop")
-"""The parameters that the auditor can pass."""
+"""The parameters that the caller of `audit` can pass."""
 
 
 def _raise_on_training(config: Mapping[str, object]) -> None:
@@ -309,8 +309,8 @@ _NON_DECISION_EVENTS = (
 )
 
 
-class _Derivation:
-    """The state of an audit: the policy after each event, and the last report of each trial."""
+class _Auditor:
+    """Derives each event again; holds the policy and each trial's last report, as of the last event."""
 
     def __init__(self, target: StorageTarget, passed: Mapping[str, object]) -> None:
         self._target = target
@@ -330,7 +330,7 @@ class _Derivation:
         self._is_fork_entry = any(event.trials is not None for event in forks)
         self._search_end_reason = self._policy.end_reason() if self._policy else None
 
-    def derive_finding(self, before: Experiment, event: Event) -> _Finding:
+    def derive(self, before: Experiment, event: Event) -> _Derived:
         """Return what `event` had to be in the state `before`."""
         if self._is_fork_entry or isinstance(event, _NON_DECISION_EVENTS):
             return None
@@ -388,7 +388,7 @@ class _Derivation:
         if isinstance(event, TrialEvent):
             self._policy.record_training_time(event.trial, after.trial(event.trial).trained_seconds)
 
-    def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Finding:
+    def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Derived:
         if reason := before.stop_reason or self._search_end_reason:
             return _Expectation((), f"no new trial: the search ends: {reason}")
         if (paused := policy.schedule.next_trial_to_resume()) is not None:
@@ -407,7 +407,7 @@ class _Derivation:
             case _:
                 return _Expectation((), "no new trial yet: the search waits for other trials to end")
 
-    def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: DecisionMade, plan: _AuditPlan) -> _Finding:
+    def _expect_decision(self, policy: SearchPolicy, trial: Trial, event: DecisionMade, plan: _AuditPlan) -> _Derived:
         milestone = step = event.report.step
         last = self._reports.get(trial.id)
         if self._are_milestones_known(trial, plan):
@@ -434,7 +434,7 @@ class _Derivation:
         is_ours = trial.outbox is None or self._plans.get(trial.launch_term) is plan
         return is_ours and "scheduler" not in plan.unknown
 
-    def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Finding:
+    def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Derived:
         """Return the decision that is missing before this report, or the report that the last decision is about."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
@@ -451,16 +451,16 @@ class _Derivation:
             return None
         return _Expectation((), f"no further step: {_describe_next_decision(trial, due_step)}")
 
-    def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: TrialResumed, plan: _AuditPlan) -> _Finding:
+    def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: TrialResumed, plan: _AuditPlan) -> _Derived:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
         if policy.should_resume(trial) or policy.schedule.next_trial_to_resume() == trial.id:
             return _Expectation([event])
-        _signal_search_exhausted(policy, plan)
+        _signal_if_search_exhausted(policy, plan)
         paused_trial = policy.schedule.next_trial_to_resume()
         return _Expectation([TrialResumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
-    def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Finding:
+    def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Derived:
         """Return the end of a trial that has no attempt: by a decision, by a stop request, or after a pause."""
         decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
         stop = decision.decision if decision is not None else None
@@ -472,12 +472,12 @@ class _Derivation:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
         if policy.schedule.next_trial_to_stop() is None:
-            _signal_search_exhausted(policy, plan)
+            _signal_if_search_exhausted(policy, plan)
         if (stopped := policy.schedule.next_trial_to_stop()) is None:
             return _Expectation((), "this trial does not end here")
         return _Expectation([make_finish_event(*stopped)])
 
-    def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopRequested) -> _Finding:
+    def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopRequested) -> _Derived:
         if event.request is not None or event.trial is not None:
             return None
         plan = self._plans[before.term]
@@ -507,7 +507,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
     return fields
 
 
-def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
+def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
     """Return the clone for a trial's exploit: of the source, or of the trial itself if the source has no checkpoint.
 
     A user may also restart a trial from one of its own checkpoints, with its own configuration.
@@ -521,8 +521,8 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Finding:
     return _Expectation([event.model_copy(update=expected_values)])
 
 
-def _signal_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Signal the end of proposals to the scheduler, unless the search proposes a trial; an unknown search does not."""
+def _signal_if_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
+    """Tell the scheduler that the search is exhausted, unless it proposes a trial; an unknown search proposes none."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_search_exhausted()
 

@@ -190,7 +190,7 @@ class DecisionHandler:
     def answer_report(self, name: str, report: StepReport) -> None:
         """Decide about the report of a trial that waits for a decision, and send the answer."""
         try:
-            answer = self._make_answer(name, self._decide_or_replay(name, report))
+            answer = self._make_answer(name, self._get_or_make_decision(name, report))
         except BadMetric as error:
             answer = self._failure_handler.record_undecidable(name, error)
         self._send_after_write(name, answer, report.step)
@@ -209,7 +209,7 @@ class DecisionHandler:
         if trial.phase is not Phase.PENDING or newest is None or newest.step != trial.step:
             return  # the next attempt does not start at the last reported step
         try:
-            answer = self._make_answer(name, self._decide_or_replay(name, last_report(trial)))
+            answer = self._make_answer(name, self._get_or_make_decision(name, last_report(trial)))
         except BadMetric as error:
             self._failure_handler.record_undecidable(name, error)
             self._failure_handler.give_up_if_undecidable(name)
@@ -217,7 +217,7 @@ class DecisionHandler:
         if isinstance(answer, StopTrial):
             self._pending_entry.add_event(answer.outcome)
 
-    def _decide_or_replay(self, name: str, report: StepReport) -> Decision:
+    def _get_or_make_decision(self, name: str, report: StepReport) -> Decision:
         """Return the journaled decision if it has had no effect yet; otherwise make a decision, and journal it."""
         trial = self._pending_entry.state.trial(name)
         last_decision = pending_decision(trial)

@@ -86,7 +86,7 @@ from prefect_tune.tuner.stop_requests import StopHandler, StopSource
 
 _POLL_TIMEOUT = timedelta(seconds=0.5)
 _IO_TIMEOUT = timedelta(minutes=5)
-_MAX_STARTS = 8  # per iteration, so that running trials get answers soon: a start on a cluster takes some 30 ms
+_MAX_STARTS = 8  # per pass of the loop, so that running trials get answers soon: a start on a cluster takes some 30 ms
 
 
 class Driver:
@@ -179,7 +179,7 @@ class Driver:
         """The experiment, including events that are not written yet."""
         return self._pending_entry.state
 
-    def _put_event(self, event: Event) -> None:
+    def _add_event(self, event: Event) -> None:
         self._pending_entry.add_event(event)
 
     def _fill_slots(self) -> bool:
@@ -194,7 +194,7 @@ class Driver:
     def _take_next_trial(self) -> str | None:
         while self._ready_queue:
             trial = self._ready_queue.popleft()
-            self._end_vanished_attempt(trial)
+            self._end_attempt_if_vanished(trial)
             if not self._has_queued_attempt(trial):
                 self._decision_handler.decide_missed_milestone(trial)
             state = self._state.trial(trial)
@@ -213,13 +213,13 @@ class Driver:
     def _stop_unneeded_trials(self) -> None:
         schedule = self._policy.schedule
         while (stop := schedule.next_trial_to_stop()) is not None and stop[0] not in self._slot_starts:
-            self._put_event(make_finish_event(*stop))
+            self._add_event(make_finish_event(*stop))
 
     def _resume_trial(self, trial: str) -> str | None:
         """Resume a paused trial, and return its id; None while its attempt still saves the checkpoint of the pause."""
         if trial in self._slot_starts:  # `_executor` has the trial only after its start is journaled
             return None
-        self._put_event(TrialResumed(trial=trial))
+        self._add_event(TrialResumed(trial=trial))
         return trial
 
     def _propose_trial(self) -> str | None:
@@ -230,7 +230,7 @@ class Driver:
                 fingerprint, by_search = self._spec.fingerprint, self._spec.proposed_by_search
                 trial = trial_id(self._policy.proposed_count) if by_search else ONLY_TRIAL
                 added = TrialAdded(trial=trial, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
-                self._put_event(added)
+                self._add_event(added)
                 return trial
             case Wait():
                 is_busy = len(self._executor) or self._pending_entry.has_waiters
@@ -253,11 +253,11 @@ class Driver:
     def _start_attempt(self, trial: str, *, reattaches: bool = False) -> None:
         if not reattaches:
             for event in self._make_first_events():
-                self._put_event(event)
+                self._add_event(event)
             self._make_first_events = tuple
             self._clone_for_exploit(self._state.trial(trial))
             if self._executor.is_remote and self._state.trial(trial).outbox is None:
-                self._put_event(AttemptLaunched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
+                self._add_event(AttemptLaunched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
         state = self._state.trial(trial)
         milestone = self._policy.next_milestone(state)
         self._previous_attempts[trial] = state.attempt - reattaches
@@ -279,7 +279,7 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._state.trial_key(name)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the newest checkpoint of the exploited trial that a step can follow; if none, one of the trial's own.
+        """Clone the newest checkpoint of the exploited trial that a step can follow; if there is none, one of `trial`.
 
         The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
@@ -290,7 +290,7 @@ class Driver:
             if ref is not None:
                 copy, config, reason = make_clone_ref(trial, ref, source), exploit.config, exploit.reason
                 event = CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
-                self._put_event(event)
+                self._add_event(event)
                 return
             self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
 
@@ -300,7 +300,7 @@ class Driver:
         if name in self._state.pending_stops:
             self._stop_handler.send_stop(name)
         if not trial.step:
-            return  # the trial has not reported yet; step 0 is the key of answers that no trial waits for
+            return  # the trial has not reported yet; step 0 is the key of unsolicited answers
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(name, last_report(trial))
@@ -335,12 +335,12 @@ class Driver:
             (since, began), trial = self._slot_starts.pop(name), self._state.trial(name)
             if trial.proposed_by_search:  # a single training has no slots
                 number, held_seconds = max(trial.attempt, self._previous_attempts[name] + 1), time.monotonic() - began
-                self._put_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
+                self._add_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
             self._handle_attempt_exit(attempt_exit)
             trial = self._state.trial(name)
             was_reattached = name in self._reattached
             if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
-                self._put_event(make_extension_event(trial))  # it met only an earlier owner's criterion
+                self._add_event(make_extension_event(trial))  # it met only an earlier owner's criterion
                 self._ready_queue.append(name)
 
     def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
@@ -358,7 +358,7 @@ class Driver:
             message = "trial %s: the attempt is ended, because its post %d cannot follow the journal: %s"
             self._log.error(message, name, number, impossible)
             self._fence_attempt(name, before.outbox)
-            self._put_event(OutboxClosed(trial=name))
+            self._add_event(OutboxClosed(trial=name))
             return
         folder, outbox = self._state.trial_key(name), before.outbox
         self._pending_entry.after_next_write(lambda: self._background_worker.delete_post(folder, outbox, number))
@@ -375,7 +375,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        The written entry decides: if a non-owner has quarantined a checkpoint meanwhile, none was retired.
+        The state after that write decides: if a non-owner has just quarantined a checkpoint, none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._state.trial(before.id).checkpoints is before.checkpoints:
@@ -407,9 +407,9 @@ class Driver:
         if closed.damage:
             self._log.error("trial %s: %s. Later posts are ignored", name, closed.damage)
         if self._state.trial(name).outbox is not None:  # the attempt has not posted its end
-            self._put_event(OutboxClosed(trial=name))
+            self._add_event(OutboxClosed(trial=name))
         if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # the damaged post was its start
-            self._put_event(make_attempt_started(self._state.trial(name)))
+            self._add_event(make_attempt_started(self._state.trial(name)))
 
     def _has_queued_attempt(self, name: str) -> bool:
         """Return whether this run reattaches to an attempt that an earlier run launched and that has not begun."""
@@ -417,10 +417,10 @@ class Driver:
         is_open = trial.outbox is not None and trial.last_post == 0
         return self._executor.is_detached and is_open and trial.phase is Phase.PENDING
 
-    def _end_vanished_attempt(self, name: str) -> None:
+    def _end_attempt_if_vanished(self, name: str) -> None:
         """End an attempt that exited without journaling its end, and adopt its checkpoints.
 
-        This includes the checkpoints that the attempt has committed after a damaged post.
+        This includes the checkpoints that the attempt committed after a damaged post.
         """
         if not self._has_queued_attempt(name):
             self._close_outbox(name)
@@ -430,7 +430,7 @@ class Driver:
                 set_attempt_crashed(trial.supervisor, self._state.owner)
             adopt = partial(make_adoption_events, experiment=self._state, trials=[name])
             for event in with_store(self._target, adopt, _IO_TIMEOUT):
-                self._put_event(event)
+                self._add_event(event)
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
         """Handle the exit of an attempt, depending on the journaled state of its trial."""
@@ -459,16 +459,16 @@ class Driver:
     def _resume_if_due(self, trial: Trial) -> None:
         """Resume a paused trial if it exploits another trial, or if the scheduler did not pause it."""
         if self._policy.should_resume(trial):
-            self._put_event(TrialResumed(trial=trial.id))
+            self._add_event(TrialResumed(trial=trial.id))
             self._ready_queue.append(trial.id)
 
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
         errored = {trial.id for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
         # Before requeuing: a trial whose end is not read yet may have to be extended too.
-        self._journal_unread_posts(list(self._unfinished_trials().values()))
+        self._journal_unread_posts(list(self._find_unfinished_trials().values()))
         self._requeue_ended_trials()
-        for name in self._unfinished_trials():
+        for name in self._find_unfinished_trials():
             if self._limits.options.effective_rerun_errored == "only" and name not in errored:
                 continue
             self._recover_trial(name)
@@ -503,7 +503,7 @@ class Driver:
                 self._pending_entry.write(may_wait=False)
             trials = [self._state.trial(name) for name in unread_trials]
 
-    def _unfinished_trials(self) -> Mapping[str, Trial]:
+    def _find_unfinished_trials(self) -> Mapping[str, Trial]:
         """Return the trials to continue: pending ones, running ones, and paused ones that resume at once."""
         phases = (Phase.PENDING, Phase.RUNNING)
         trials = self._state.trials.values()
@@ -515,7 +515,7 @@ class Driver:
             self._reattached.add(name)
             self._start_attempt(name, reattaches=True)  # the attempt outlived its search, and needs no free slot
             return
-        self._end_vanished_attempt(name)
+        self._end_attempt_if_vanished(name)
         if name in self._state.pending_stops:
             self._close_outbox(name)
             self._stop_handler.finish_trial(name)
@@ -535,8 +535,8 @@ class Driver:
         """Requeue errored trials that this run retries, and finished trials that no longer meet the stop criterion."""
         for trial in list(self._state.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.options.effective_rerun_errored:
-                self._put_event(make_retry_event(trial))
+                self._add_event(make_retry_event(trial))
             elif self._limits.options.effective_rerun_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
-                self._put_event(make_extension_event(trial))
+                self._add_event(make_extension_event(trial))

@@ -106,8 +106,8 @@ class PendingEntry:
         self._unwritten: list[Event] = []
         # The event count and stamp of a failed write, which may have arrived: it is repeated unchanged.
         self._retried_write: tuple[int, WriteStamp] | None = None
-        self._write_actions: list[Callable[[], None]] = []
-        self._next_write_actions: list[Callable[[], None]] = []
+        self._prompt_actions: list[Callable[[], None]] = []
+        self._delayed_actions: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
         self._has_stop_change = False
         self._synced_at = time.monotonic()
@@ -116,7 +116,7 @@ class PendingEntry:
     @property
     def has_waiters(self) -> bool:
         """Whether an action or an attempt waits for the next write."""
-        return bool(self._write_actions) or bool(self._submitted)
+        return bool(self._prompt_actions) or bool(self._submitted)
 
     def add_event(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the observer, the search and the scheduler now."""
@@ -133,7 +133,7 @@ class PendingEntry:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             state_before, self.state = self.state, state
-            # The sender of a stop request polls the journal for the answer, and then for the end.
+            # Write it soon: the sender of a stop request polls the journal for the answer, and then for the end.
             self._has_stop_change |= (
                 state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
             )
@@ -168,16 +168,16 @@ class PendingEntry:
         self._submitted = []
 
     def after_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; `write` does not delay them."""
-        self._write_actions.append(action)
+        """Call `action` once all present events are written; the next call of `write` writes them."""
+        self._prompt_actions.append(action)
 
     def after_next_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; `write` may delay them."""
-        self._next_write_actions.append(action)
+        """Call `action` once all present events are written; `write` may still delay them."""
+        self._delayed_actions.append(action)
 
     def drop_actions(self) -> None:
         """Drop the actions that wait for a write."""
-        self._write_actions, self._next_write_actions = [], []
+        self._prompt_actions, self._delayed_actions = [], []
 
     def write(self, *, may_wait: bool) -> Experiment:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
@@ -187,7 +187,7 @@ class PendingEntry:
                 trial's status changed, if no action, attempt or stop request waits for them.
         """
         has_awaited = any(submitted.is_awaited for submitted in self._submitted)
-        is_needed = has_awaited or self._write_actions or self._has_stop_change
+        is_needed = has_awaited or self._prompt_actions or self._has_stop_change
         now, status_changed_at = time.monotonic(), self._status_changed_at
         is_due = now - self._synced_at >= self._sync_period.total_seconds() or (
             status_changed_at is not None and now - status_changed_at >= _STATUS_DELAY.total_seconds()
@@ -209,12 +209,12 @@ class PendingEntry:
             for submitted in self._submitted:
                 submitted.entry_written.set_result(self.state)
             self._submitted = []
-            self._write_actions, self._next_write_actions = [*self._next_write_actions, *self._write_actions], []
+            self._prompt_actions, self._delayed_actions = [*self._delayed_actions, *self._prompt_actions], []
             self._has_stop_change = False
             self._status_changed_at = None
             self.observer.on_entry_written(self.state)
             self._synced_at = time.monotonic()
-        actions, self._write_actions = self._write_actions, []
+        actions, self._prompt_actions = self._prompt_actions, []
         for action in actions:
             action()
         return self._journal_writer.experiment

@@ -146,7 +146,7 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
         )
 
 
-def log_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
+def log_if_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
     """Log how to train more, if the experiment was already finished before this run and this run trained nothing.
 
     For errored trials, `warn_of_errored_trials` or the error of the search names the next step.
@@ -201,13 +201,13 @@ def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Result
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
         iteration = prepare_search_iteration(plan, experiment)
-        results = _run_search_iteration(iteration)
+        results = _run_search_until_suspended(iteration)
         raise_pause_if_suspended(iteration.plan, SEARCH_QUESTION, results.experiment)
     error = search_failed_error(results, iteration.initial_experiment)
     return results if error is None else make_failed_result(error, Results)
 
 
-def _run_search_iteration(iteration: RunIteration) -> Results:
+def _run_search_until_suspended(iteration: RunIteration) -> Results:
     plan, objective, log = iteration.plan, iteration.plan.objective, get_run_logger()
     stopper = trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
@@ -263,7 +263,7 @@ def _run_search_iteration(iteration: RunIteration) -> Results:
                 final_state = driver.run(stop_requests)
                 warn_of_code_change(final_state, now, NEW_CODE_UNUSED, log)
             if not stop.is_set():
-                log_already_finished(now, state, final_state, log)
+                log_if_already_finished(now, state, final_state, log)
             return final_state
 
     with guarding_ownership(iteration):
@@ -435,7 +435,7 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the sources `names`, which may still run; skip sources that `experiment` has.
+    """Read the finished trials of the sources `names`, which may still run; skip sources that `experiment` already has.
 
     `loaded` is the state of `experiment` when its journal was checked; None to read it here. The sources in this state
     are not read again, even if the journal has changed since.

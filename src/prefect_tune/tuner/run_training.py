@@ -64,7 +64,7 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
         iteration = apply_answers(RunIteration(plan), TRAINING_QUESTION, read_last_form())
         spec, stopper = make_single_trial_spec(iteration.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-        state = _run_training_iteration(spec, config_to_json(config), stopper, iteration)
+        state = _run_training_until_suspended(spec, config_to_json(config), stopper, iteration)
         raise_pause_if_suspended(iteration.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
@@ -77,7 +77,7 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
     return replace(spec, trial=state.trial_key(ONLY_TRIAL)), trial
 
 
-def _run_training_iteration(
+def _run_training_until_suspended(
     spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, iteration: RunIteration
 ) -> Experiment:
     target, plan = spec.target, iteration.plan

@@ -2,7 +2,7 @@
 
 The same history gives the same proposals and decisions, so their state is not stored. A resume creates new objects and
 replays the journal to them (`replay`) in the original order (`PolicyEvent.order`). Then they propose the configurations
-that the interrupted run would have proposed. Therefore they draw random numbers only from a seed and a purpose
+that the interrupted run would have proposed. For this, they draw random numbers only from a seed and a purpose
 (`core.seeded_random`), read no clock, and use only the journal's facts about a trial: a report reaches them when it is
 journaled as a milestone, not when it arrives.
 """
@@ -25,11 +25,11 @@ ONLY_TRIAL = "trial"
 
 
 def trial_id(number: int) -> str:
-    """Return the id of a search's trial with proposal number `number`, counted from 0."""
+    """Return the id of a search's trial, from its proposal number, which counts from 0."""
     return f"{number:05d}"
 
 
-def trial_number(trial: str) -> int:
+def parse_trial_number(trial: str) -> int:
     """Return the proposal number of a trial."""
     return 0 if trial == ONLY_TRIAL else int(trial)
 
@@ -121,7 +121,7 @@ class SearchPolicy:
         Raises:
             BadMetric: the report lacks the metric that the scheduler compares.
         """
-        self._search_state.on_report(trial_number(trial.id), report)
+        self._search_state.on_report(parse_trial_number(trial.id), report)
         decision = self.schedule.decide(TrialReport(trial.id, report))
         exploited = decision.source if isinstance(decision, Exploit) else None
         self._decision_steps[trial.id] = report.step if exploited is None else self._decision_steps.get(exploited, 0)
@@ -148,7 +148,7 @@ class SearchPolicy:
 
     def record(self, trial: Trial, past_event: PolicyEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is the state after the event."""
-        number = trial_number(trial.id)
+        number = parse_trial_number(trial.id)
         match past_event.kind:
             case "added":
                 proposed = trial.original_config or trial.config

@@ -1,7 +1,7 @@
 """Stop an experiment or a trial early. Every stop is journaled before it takes effect, except an interruption.
 
 If only one trial is stopped, it has no time limit: it ends at its next report. `wait_seconds` limits only how long
-`stop` waits for the end. The trials of a stopping experiment have `grace_period_seconds` (`attempt/supervisor.py`).
+`stop` waits for the end. The trials of a stopping experiment get `grace_period_seconds` (`attempt/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StopHandler:
         self._pending_entry.add_event(self._make_finish_event(trial))
 
     def send_stop(self, trial: str) -> None:
-        """After the next write, send a running trial the command to save and end, with the event of its end."""
+        """After the next write, tell a running trial to save and end. The command holds the event of its end."""
         command = StopTrial(outcome=self._make_finish_event(trial), save=True)
         self._pending_entry.after_write(lambda: self._executor.send_decision(trial, command))
 
@@ -233,7 +233,7 @@ class StopRequestPoller(StopSource):
 
 # Request the stop of a running experiment or one of its trials, from any machine that reaches the target.
 
-_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.2, 5.0
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.2, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,14 +300,14 @@ class _StopRequestSender:
 
     def send_and_wait(self, wait_seconds: float) -> StopOutcome:
         state = self._load_search()
-        if (end_message := self._format_end_message(state)) is not None:
+        if (end_message := self._read_end_message(state)) is not None:
             return StopOutcome("had-ended", end_message, state)
         write_stamp = new_write_stamp()
         request = StopRequest(
             write_id=write_stamp.write_id, at=write_stamp.at, reason=self._reason, term=state.term, trial=self._trial
         )
         number = with_store(self._target, partial(write_stop_request, experiment=state, request=request))
-        pause_seconds = _FIRST_PAUSE_SECONDS
+        poll_seconds = _MIN_POLL_SECONDS
         started_at, deadline = time.monotonic(), time.monotonic() + wait_seconds
         while True:
             state = self._load_search()
@@ -316,11 +316,11 @@ class _StopRequestSender:
             if is_request_lost(state, request, number):
                 number = with_store(self._target, partial(write_stop_request, experiment=state, request=request))
             outcome = self._make_outcome(state, request)
-            may_wait = time.monotonic() + pause_seconds <= deadline  # False if `wait_seconds` is NaN
+            may_wait = time.monotonic() + poll_seconds <= deadline  # False if `wait_seconds` is NaN
             if outcome.status not in ("stopping", "unanswered") or not may_wait:
                 return outcome
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+            time.sleep(poll_seconds)
+            poll_seconds = min(2 * poll_seconds, _MAX_POLL_SECONDS)
 
     def _load_search(self) -> Experiment:
         """Return the state of the experiment; raise `InvalidInput` unless it is a search that has the trial."""
@@ -342,7 +342,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt of a deployment: attempts may outlive the search's flow run."""
+        """Send the stop to each attempt that is a deployment's flow run: it may outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -355,7 +355,7 @@ class _StopRequestSender:
             with_store(self._target, send)
             self._sent_to.add(trial.id)
 
-    def _format_end_message(self, state: Experiment) -> str | None:
+    def _read_end_message(self, state: Experiment) -> str | None:
         """Return a message about the end of the trial, or of the last run of the search; None if it has not ended.
 
         A run that ends by itself publishes the results of the journal's last entry. Before that, a search whose trials
@@ -386,7 +386,7 @@ class _StopRequestSender:
                 effect = f"the next run of the experiment ends trial {self._trial}"
             return StopOutcome("unanswered", f"{message}: {effect}", state)
         if self._trial is not None:
-            end_message = self._format_end_message(state)
+            end_message = self._read_end_message(state)
             stopping_message = f"trial {self._trial} is stopping: it saves, or finishes a step"
             return StopOutcome("stopped" if end_message else "stopping", end_message or stopping_message, state)
         running_count = sum(trial.phase is Phase.RUNNING for trial in state.trials.values())

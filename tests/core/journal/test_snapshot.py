@@ -15,12 +15,12 @@ from prefect_tune.core.experiment.experiment import Experiment, TrialMap
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import (
+    compute_snapshot_interval,
     decode_snapshot,
     encode_snapshot,
     is_final_snapshot_due,
     is_snapshot_due,
-    list_snapshots,
-    snapshot_interval,
+    list_snapshot_numbers,
     write_snapshot,
 )
 from prefect_tune.core.journal_events import ExperimentConfigured, TrialAdded
@@ -55,7 +55,7 @@ def test_opening_reads_one_snapshot_and_the_entries_after_it() -> None:
         assert journal.load_experiment(store, JOURNAL) == state
         # It reads the snapshot and those entries (if there are none: the last one), and looks for an unlisted entry.
         assert store.operations == {"list": 2, "read": (entries >= 10) + (entries % 10 or 1) + 1}
-    assert list_snapshots(store, JOURNAL) == [40]
+    assert list_snapshot_numbers(store, JOURNAL) == [40]
 
 
 def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_in_which_they_were_added() -> None:
@@ -78,7 +78,7 @@ def test_ten_thousand_trials_are_opened_with_a_handful_of_requests_in_the_order_
 )
 def test_the_interval_between_snapshots_grows_with_the_trials(trials: int, interval: int, at_end: list[int]) -> None:
     state = Experiment(key=JOURNAL, trials=TrialMap.from_trials(make_trial(f"{number}") for number in range(trials)))
-    assert snapshot_interval(state) == interval
+    assert compute_snapshot_interval(state) == interval
     due = [n for n in range(1, 3300) if is_snapshot_due(state.model_copy(update={"entry_count": n}), n - 1)]
     assert due == list(range(interval, 3300, interval))
     after_non_owner = state.model_copy(update={"entry_count": interval + 1})
@@ -91,7 +91,7 @@ def test_a_snapshot_that_no_reader_would_read_is_not_written(monkeypatch: pytest
     monkeypatch.setattr(journal, "MAX_DOCUMENT_BYTES", 500)
     store = MemoryStore()
     write_history(store, 10)
-    assert list_snapshots(store, JOURNAL) == []
+    assert list_snapshot_numbers(store, JOURNAL) == []
 
 
 # ----------------------------------------------------------------------------------- the state of all entries
@@ -108,7 +108,7 @@ def test_snapshots_may_come_in_any_order_late_twice_or_never(moves: list[list[st
         write_snapshot(store, chosen)
         kept = {number for number in kept if number > chosen.entry_count}  # it deletes only earlier ones
         kept.add(chosen.entry_count)
-        assert list_snapshots(store, JOURNAL) == sorted(kept, reverse=True)
+        assert list_snapshot_numbers(store, JOURNAL) == sorted(kept, reverse=True)
         loaded = journal.load_experiment(store, JOURNAL)
         assert loaded == state == fold_entries(store)
         assert list(loaded.trials) == list(state.trials)
@@ -144,7 +144,7 @@ def test_a_bad_snapshot_costs_time_and_nothing_else(damage: Callable[[bytes], by
     assert store.operations["read"] == 1 + entries + 1
 
     write_snapshot(store, later := open_experiment(store, write_id="later"))
-    assert list_snapshots(store, JOURNAL) == [later.entry_count]
+    assert list_snapshot_numbers(store, JOURNAL) == [later.entry_count]
     assert journal.load_experiment(store, JOURNAL) == later
 
 

@@ -85,7 +85,7 @@ def caller(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     name = request.node.name
     BUCKETS[name] = Bucket()
     caller = Caller(BucketTarget(name=name), tmp_path, monkeypatch)
-    monkeypatch.setattr(ownership, "current_writer", caller.make_owner)
+    monkeypatch.setattr(ownership, "make_run_owner", caller.make_owner)
     monkeypatch.setattr(checkpoints, "task_run", _TaskRun(caller))
     yield caller
     del BUCKETS[name]
@@ -105,4 +105,4 @@ class _TaskRun:
 @pytest.fixture(autouse=True)
 def _no_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not set task runs to Crashed: no server knows these flow runs."""
-    monkeypatch.setattr(journal_access, "set_dead_attempts_crashed", lambda *_: None)
+    monkeypatch.setattr(journal_access, "mark_dead_attempts_crashed", lambda *_: None)

@@ -258,8 +258,8 @@ def test_an_entry_that_was_written_after_those_of_other_tasks_is_written_once(ca
     experiment, stamp = ownership.ensure_ownership(caller.target, "e"), WriteStamp(write_id="mine", at="now")
     caller.sync(trial="b")  # by another task
     mine = [TrialAdded(trial="a", config={})]
-    once = ownership.append_entry_among_writers(caller.target, experiment, mine, stamp, lambda _: None)
-    again = ownership.append_entry_among_writers(caller.target, experiment, mine, stamp, lambda _: None)
+    once = ownership.append_entry_after_newer(caller.target, experiment, mine, stamp, lambda _: None)
+    again = ownership.append_entry_after_newer(caller.target, experiment, mine, stamp, lambda _: None)
     assert again == once == caller.load_state()
     assert list(once.trials) == ["b", "a"]
 

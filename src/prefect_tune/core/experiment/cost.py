@@ -6,7 +6,7 @@ A run lasts from its takeover to its last sign of life: a freed slot, or its liv
 An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
 begins is "start", and the time after its last entry is "ending". If an attempt recorded no end, it lasts until the last
 sign of life of its run, or until the trial's next attempt; its training after the last commit is lost. The rest of the
-slots' time is idle. An attempt that outlives its search adds the time between the runs.
+slots' time is idle. If an attempt outlives its search, the time between the runs counts too.
 
 Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
 (`run_clock_now`). Only the begin of an attempt that was lost or ran on another machine may come from another clock. It
@@ -73,11 +73,11 @@ class AttemptCost:
     usage: AttemptUsage | None
     """The processor and memory usage of the attempt; None if it is running or was lost."""
     is_begin_clamped: bool = False
-    """Whether its begin, by another clock, was outside its slot or run, and was moved to the nearest time inside."""
+    """Whether it began, by another clock, outside its slot or run: `began_at` is then the nearest time inside."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
-        """The ends of those ranks that did not end like the others."""
+        """The ends of the ranks that ended differently from the others."""
         return self.usage.ends if isinstance(self.usage, GroupUsage) else ()
 
     @property
@@ -179,7 +179,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
         for record in trial.attempt_records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # the run ended later anyway
+                continue  # a freed slot has already extended its run
             index = _find_run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:
@@ -189,7 +189,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
 
 
 def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run in which an attempt began; by its time if the journal has no owner for it."""
+    """Return the index of the run with the attempt's term; if there is none, of the run at the time `began`."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
@@ -271,7 +271,7 @@ def _categorize_seconds(
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[Category.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # from a commit entry; otherwise the end of its start is unknown
+    has_trained = record.seconds.start > 0  # set by a commit; without one, the end of its start is unknown
     if record.usage is not None:
         rest_category = Category.ENDING
     elif not has_trained:
@@ -304,8 +304,8 @@ _MIN_LISTED_SHARE = 0.005
 def format_cost(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
-    If all runs have the same number of slots, the text has the time of the runs; otherwise the time of all slots. Empty
-    if no slot was held yet.
+    If all runs have the same number of slots, the text names the time of the runs; otherwise the time of all slots.
+    The text is empty if no slot was held yet.
     """
     if not cost.attempts or not cost.slot_seconds:
         return ""

@@ -74,7 +74,7 @@ class TrialMap(Mapping[str, Trial]):
         return trial_map
 
     def with_trial(self, trial: Trial) -> TrialMap:
-        """Return a copy in which `trial` replaces its namesake, or is added at the end if it is new."""
+        """Return a copy in which `trial` replaces the trial of the same name, or is added at the end if it is new."""
         number = self._numbers.get(trial.id, len(self._numbers))
         return TrialMap(self._numbers.insert(trial.id, number), self._trials.insert(number, trial))
 
@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # writing to the target gives no right to end another user's trial
+    if entry.writer == "non-owner":  # write access to the target gives no right to end another user's trial
         misplaced = [
             event.type
             for event in entry.events
@@ -218,7 +218,7 @@ def apply_entry(
 
 
 def apply_event(experiment: Experiment, event: Event, number: int, writer: Writer = "owner") -> Experiment:
-    """Return the experiment after `event` of entry `number`; `writer` writes this entry, or has written it.
+    """Return the experiment after `event` of entry `number`; `writer` is the writer of this entry.
 
     Raises:
         IllegalTransition: the event cannot occur in this state.
@@ -314,7 +314,7 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
             changes["runs"] = extend_last_run(experiment.runs, since, seconds)
         case _:
             pass
-    past = _make_policy_event(experiment.policy_event_count + 1, before, event, trial)
+    past = _make_replay_event(experiment.policy_event_count + 1, before, event, trial)
     if past is not None:
         trial = trial.model_copy(update={"policy_events": (*trial.policy_events, past)})
         changes["policy_event_count"] = past.order
@@ -323,7 +323,7 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
     return _replace_trial(experiment, trial, **changes)
 
 
-def _make_policy_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> PolicyEvent | None:
+def _make_replay_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> PolicyEvent | None:
     match event:
         case DecisionMade(report=report, decision=decision):
             return PolicyEvent(order=order, kind="decided", report=report, decision=decision)
@@ -368,7 +368,7 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced, and its clones listed in the trials that hold their bytes.
+    """Return the trials with `trial` replaced, and with its clones listed in the trials that hold their bytes.
 
     Raises:
         IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so they may have been deleted.
@@ -395,7 +395,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
 
 
 def _list_stored_refs(trial: Trial) -> Sequence[CheckpointRef]:
-    """Return the checkpoints whose bytes are kept, also quarantined checkpoints: the owner may be cloning them."""
+    """Return the checkpoints whose bytes are kept, including quarantined ones, which the owner may be cloning."""
     return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
 
 

@@ -15,7 +15,7 @@ from prefect_tune.core.values import INTEGER_VALIDATOR, Value, parse_time
 if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
 
-_Count = Annotated[int, Field(ge=0), INTEGER_VALIDATOR]
+_NonNegativeInt = Annotated[int, Field(ge=0), INTEGER_VALIDATOR]
 _UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 _NON_RETRYABLE_CAUSES = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_METRIC, Cause.BAD_STOP})
 
@@ -33,19 +33,19 @@ class FailurePolicy(Value):
             Default: 10.
         max_restarts: consecutive restarts of the whole run by automations without a commit or a decision in between.
             Default: 5.
-        quarantine_after: crashes before the first step, after which the loaded checkpoint is quarantined. Default: 3.
+        quarantine_after: quarantine the loaded checkpoint after this many crashes before the first step. Default: 3.
     """
 
-    max_failures: _Count = Field(default=0, description="Failures of your code that are retried.")
-    max_machine_failures: _Count = Field(
+    max_failures: _NonNegativeInt = Field(default=0, description="Failures of your code that are retried.")
+    max_machine_failures: _NonNegativeInt = Field(
         default=10, description="Consecutive failures of machines, workers and stores without a commit in between."
     )
-    max_restarts: _Count = Field(
+    max_restarts: _NonNegativeInt = Field(
         default=5,
         description="Consecutive restarts of the whole run by automations without a commit or a decision in between.",
     )
     quarantine_after: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] = Field(
-        default=3, description="Crashes before the first step, after which the loaded checkpoint is quarantined."
+        default=3, description="Quarantine the loaded checkpoint after this many crashes before the first step."
     )
 
 
@@ -78,7 +78,7 @@ FailureDecision: TypeAlias = RetryTrial | QuarantineCheckpoint | EndRun | FailTr
 
 
 def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> FailureDecision:
-    """Decide what follows an attempt that ended by `cause`; the budgets of `trial` already include that attempt."""
+    """Decide what follows an attempt that ended by `cause`; the budgets of `trial` already count that attempt."""
     if cause is Cause.PREEMPTED:
         return EndRun()
     if (reason := _budget_spent_reason(trial, cause, policy)) is not None:
@@ -128,7 +128,7 @@ def _last_activity_time(trial: Trial) -> datetime:
 def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether a waiting trial had more machine failures than `policy` allows.
 
-    Its last run ended before the run could give up the trial, for example because the target was unavailable.
+    This happens if the last run ended before giving up the trial, for example because the target was unavailable.
     """
     return trial.cause is Cause.MACHINE and _budget_spent_reason(trial, Cause.MACHINE, policy) is not None
 
@@ -137,8 +137,8 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
     True after an error of the import or the stop criterion, which the user may have fixed, and after too many machine
-    failures. False if the trial's last owner vanished: a trial that crashes its machine each time would be retried
-    forever, and the search would never finish.
+    failures. False if the trial's last owner vanished: otherwise, a trial that crashes its machine each time would be
+    retried forever, and the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True

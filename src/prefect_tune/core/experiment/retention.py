@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefect_tune.core.experiment.trial_transitions import Trial
     from prefect_tune.core.journal_events import CheckpointRef, QuarantinedCheckpoint
 
-_Count = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
+_Positive = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
 
 
 class Cadence(Value):
@@ -49,11 +49,11 @@ class Cadence(Value):
 
     @property
     def never_saves(self) -> bool:
-        """Whether a trial saves only on request of a stop, its report or its scheduler."""
+        """Whether a trial saves only when a stop, its report or its scheduler requests it."""
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
-        """Return whether to save now: the last save was `steps` steps and the time `elapsed` ago."""
+        """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
         return self.every_seconds is not None and elapsed.total_seconds() >= self.every_seconds
@@ -62,8 +62,8 @@ class Cadence(Value):
 class Retention(Value):
     """Which checkpoints are kept: every checkpoint that at least one rule keeps. Without a rule, all are kept.
 
-    The newest checkpoint is always kept. A checkpoint without the metric is never among the best. Of equally good
-    checkpoints, the older one is kept, so a new checkpoint does not replace it.
+    The newest checkpoint is always kept. A checkpoint without the metric is never among the best. A new checkpoint does
+    not replace an equally good older one.
 
     ```python
     retention = pt.Retention(last=2, best=1, metric="loss")
@@ -77,11 +77,11 @@ class Retention(Value):
         every: keep each checkpoint whose step is a multiple of this.
     """
 
-    last: _Count | None = Field(default=None, description="Keep this many of the newest.")
-    best: _Count | None = Field(default=None, description="Keep this many of the best by `metric`.")
+    last: _Positive | None = Field(default=None, description="Keep this many of the newest.")
+    best: _Positive | None = Field(default=None, description="Keep this many of the best by `metric`.")
     metric: str | None = Field(default=None, description="The reported metric that ranks checkpoints for `best`.")
     mode: Literal["min", "max"] = Field(default="min", description="Whether a small metric is good, or a large one.")
-    every: _Count | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
+    every: _Positive | None = Field(default=None, description="Keep each checkpoint whose step is a multiple of this.")
 
     @model_validator(mode="after")
     def _require_metric_for_best(self) -> Retention:
@@ -119,10 +119,10 @@ def checkpoints_to_retire(trial: Trial, new: CheckpointRef, policy: Retention) -
 def quarantined_to_retire(
     quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
-    """Return the quarantined checkpoints that `policy` would retire if they were live, like `checkpoints`.
+    """Return the quarantined checkpoints that `policy` would retire if they were among the live `checkpoints`.
 
-    A quarantined checkpoint may be undamaged, and be reinstated. So it is returned only if at least `last` newer live
-    checkpoints exist (1 without `last`).
+    A quarantined checkpoint may be undamaged, and be reinstated. So it is retired only if `policy.last` newer live
+    checkpoints exist; without `last`, one is enough.
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []

@@ -1,4 +1,4 @@
-"""Stoppers of a trial and of a whole experiment: deterministic functions of the journal, in the journal's order.
+"""Stoppers of a trial and of a whole experiment: each is a deterministic function of the journal's events, in order.
 
 Pass them as `stop`, combined by `|`: `MaxSteps(100) | MaxFailures(5)`.
 """
@@ -106,7 +106,7 @@ class MaxSteps(Stopper):
     needs_history = False
 
     def __post_init__(self) -> None:
-        _convert_count(self, self.steps, "step")
+        _convert_count_field(self, self.steps, "step")
 
     @property
     def step_count(self) -> int | None:
@@ -145,7 +145,7 @@ class Plateau(Stopper):
     grace: int = 4
 
     def __post_init__(self) -> None:
-        _convert_plateau(self, reports=2, grace=0)
+        _convert_plateau_fields(self, reports=2, grace=0)
 
     def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
         values = [_require_metric_value(report.metrics, self.metric) for report in reports[-self.reports :]]
@@ -158,7 +158,7 @@ class Plateau(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _MetricLimits(Stopper):
-    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` is the number of the step."""
+    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` means the step's number."""
 
     limits: tuple[tuple[str, float], ...]
     needs_history = False
@@ -255,13 +255,13 @@ def _as_timedelta(value: object, where: str) -> timedelta:
 
 
 def metric_limits(stopper: Stopper) -> Mapping[str, float]:
-    """Return the limits by metric, at or above which the stopper stops; `step` is the number of the step."""
+    """Return the limits by metric, at or above which the stopper stops; `step` means the step's number."""
     if isinstance(stopper, AnyOf):
         return {name: limit for part in stopper.stoppers for name, limit in metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
 
 
-def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
+def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
     """Convert the only field of a stopper to a plain value; raise unless it is a positive whole number."""
     convert_fields(stopper)
     if not is_integer_at_least(to_plain_scalar(count), 1):
@@ -269,7 +269,7 @@ def _convert_count(stopper: MaxSteps | MaxFailures | TrialBudget, count: object,
         raise InvalidInput(f"{name}({short_repr(count)}): expected at least 1 {noun}, as a whole number")
 
 
-def _convert_plateau(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
+def _convert_plateau_fields(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
     """Convert the fields to plain values; raise unless `std` is at least 0 and the whole numbers meet `minimums`."""
     convert_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(RenamedMembers, ABC):
-    """The state of an experiment's stopper. A running search and a replay make the same calls. Each call is O(1)."""
+    """The state of an experiment's stopper. A running search and a replay make the same calls. Each call takes O(1)."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -319,7 +319,7 @@ class StopperState(RenamedMembers, ABC):
     }
 
     def on_trial_added(self, trial: TrialId) -> None:
-        """Record a new trial, or an ended one that continues."""
+        """Record a new trial, or an ended trial that continues."""
         del trial
 
     def on_training_time(self, trial: TrialId, seconds: float) -> None:
@@ -413,15 +413,15 @@ class MaxFailures(ExperimentStopper):
     """The number of errored trials."""
 
     def __post_init__(self) -> None:
-        _convert_count(self, self.failures, "trial")
+        _convert_count_field(self, self.failures, "trial")
 
     def begin(self, objective: Objective | None) -> StopperState:
         del objective
-        return _FailureCount(self.failures)
+        return _MaxFailuresState(self.failures)
 
 
 @dataclass(slots=True)
-class _FailureCount(StopperState):
+class _MaxFailuresState(StopperState):
     limit: int
     errored: set[TrialId] = field(default_factory=set)
 
@@ -446,15 +446,15 @@ class TrialBudget(ExperimentStopper):
     trials: int = field(metadata={"example": 200})
 
     def __post_init__(self) -> None:
-        _convert_count(self, self.trials, "trial")
+        _convert_count_field(self, self.trials, "trial")
 
     def begin(self, objective: Objective | None) -> StopperState:
         del objective
-        return _TrialCount(self.trials)
+        return _TrialBudgetState(self.trials)
 
 
 @dataclass(slots=True)
-class _TrialCount(StopperState):
+class _TrialBudgetState(StopperState):
     limit: int
     trials: set[TrialId] = field(default_factory=set)
 
@@ -480,11 +480,11 @@ class TimeBudget(ExperimentStopper):
 
     def begin(self, objective: Objective | None) -> StopperState:
         del objective
-        return _TrainingTime(self.time)
+        return _TimeBudgetState(self.time)
 
 
 @dataclass(slots=True)
-class _TrainingTime(StopperState):
+class _TimeBudgetState(StopperState):
     limit: timedelta
     seconds: dict[TrialId, float] = field(default_factory=dict)
     total_seconds: float = 0.0
@@ -520,17 +520,17 @@ class ExperimentPlateau(ExperimentStopper):
     patience: int = 0
 
     def __post_init__(self) -> None:
-        _convert_plateau(self, top=2, patience=0)
+        _convert_plateau_fields(self, top=2, patience=0)
 
     def begin(self, objective: Objective | None) -> StopperState:
         chosen = objective if self.metric is None else make_objective(self.metric, self.mode)
         if chosen is None:
             raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
-        return _BestLosses(self, chosen)
+        return _ExperimentPlateauState(self, chosen)
 
 
 @dataclass(slots=True)
-class _BestLosses(StopperState):
+class _ExperimentPlateauState(StopperState):
     plateau: ExperimentPlateau
     objective: Objective
     losses: dict[TrialId, float] = field(default_factory=dict)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 # Rank trials by their last report, or by other reports if the caller passes a scope.
 #
 # The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. The best of all
-# reports favours noisy and long trials, may not be saved, and requires the learning curves. `rank_checkpoints` ranks
-# checkpoints by the report that they were saved with; retention uses it too.
+# reports favours noisy and long trials; its step may not be saved; and it requires the learning curves. Retention also
+# uses `rank_checkpoints`, which ranks each checkpoint by the report that was saved with it.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
 """The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
 
 Losses: TypeAlias = tuple[float, ...]
-"""One number for each metric, smaller is better."""
+"""One number for each metric; smaller is better."""
 _Item = TypeVar("_Item")
 
 
@@ -50,7 +50,7 @@ def validate_scope(scope: Scope) -> Scope:
 def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
-    A report that lacks a metric, or has text in its place, is skipped. If it is the last report, scope `last` is None.
+    A report without numbers for all metrics is skipped. If the last report is skipped, the score of `last` is None.
     """
     scores = [losses for metrics in reports if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":
@@ -92,9 +92,9 @@ def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective)
 
 
 def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
-    """Return the Pareto front: items that no other item dominates (as good in every metric, and better in one).
+    """Return the Pareto front: items that no other item dominates (is as good in every metric, and better in one).
 
-    All of several equal items are on the front. It is sorted by the first metric, best first.
+    Equal items are all on the front. The front is sorted by the first metric, best first.
     """
     optimal: list[tuple[_Item, Losses]] = []
     for item, losses in sort_by_losses(scores):  # an item that dominates this one comes before it
@@ -197,7 +197,7 @@ _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def is_search(state: Experiment) -> bool:
-    """Return whether `state` is a search; an experiment of `durable_trainable` has one trial and no settings."""
+    """Return whether `state` may have several trials; an experiment of `durable_trainable` has one, and no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
@@ -303,7 +303,7 @@ def format_trial_html(trial: Trial) -> str:
     recomputed = f", {steps} trained again" if steps else ""
     trained = f"{pluralize(trial.step, 'step', 'steps')}{seconds}{attempts}{recomputed}"
     rows: list[tuple[str, Cell]] = [("trained", trained)]
-    history = [text for event in trial.policy_events if (text := _describe_policy_event(event))]
+    history = [text for event in trial.policy_events if (text := _describe_replay_event(event))]
     earlier_count = max(0, len(history) - _MAX_HISTORY_ROWS)
     earlier = [pluralize(earlier_count, "earlier event", "earlier events")] if earlier_count else []
     rows += [("" if index else "history", text) for index, text in enumerate([*earlier, *history[earlier_count:]])]
@@ -326,7 +326,7 @@ def format_trial_html(trial: Trial) -> str:
     )
 
 
-def _describe_policy_event(event: PolicyEvent) -> str:
+def _describe_replay_event(event: PolicyEvent) -> str:
     prefix = f"step {event.report.step}: " if event.report else ""
     if event.kind == "decided" and event.decision is not None:
         decision = event.decision

@@ -92,7 +92,7 @@ _STATUS_OF_FINISH_KIND: Mapping[FinishKind | None, Status] = {
 
 
 class PolicyEvent(Value):
-    """An event that a resume replays to search and scheduler; `order` counts over all trials of the experiment."""
+    """An event that a resume replays to the search and the scheduler; `order` numbers the events of all trials."""
 
     order: int
     kind: Literal["added", "decided", "resumed", "ended"]
@@ -171,7 +171,7 @@ class Trial(RenamedMembers, Value):
     recomputed_steps: int = 0
     """The number of steps known to have been trained again."""
     recomputed_is_lower_bound: bool = False
-    """Whether the number may be higher, because the owner of an attempt vanished together with its last reports."""
+    """Whether `recomputed_steps` may be too low, because an owner vanished together with an attempt's last reports."""
     last_known_step: int | None = None
     """The last step that the attempt of a vanished owner is known to have trained; for `recomputed_steps`."""
     last_known_seconds: float = 0.0
@@ -274,7 +274,7 @@ def unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
 
 
 def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> CheckpointRef | None:
-    """Return the newest checkpoint from which a clone trains at least one more step; None if there is none.
+    """Return the newest checkpoint from which a clone can train at least one more step; None if there is none.
 
     `last_step` is the maximum step of a trial; None if unknown.
     """
@@ -285,7 +285,7 @@ def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> Checkpoin
 
 
 def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
-    """Return the reference of a clone, the next checkpoint of `trial`; `ref` of the trial `source` has its bytes."""
+    """Return the reference of `trial`'s next checkpoint: a clone, with the bytes of `ref` of the trial `source`."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin})
 
@@ -321,7 +321,7 @@ def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
     True if it is not live, not quarantined, has no clone, and its save began before the last retirement in `state`.
-    Then no later save reuses or clones it, neither here nor in a process that takes over during the deletion.
+    Then no later save can reuse or clone it, either here or in a process that takes over during the deletion.
     """
     in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_cloned_checkpoint(state, key)
     return not in_use and key.sequence < state.collected_up_to
@@ -342,7 +342,7 @@ def predates_quarantine(trial: Trial, sequence: int) -> bool:
 
 
 def min_reusable_sequence(trial: Trial) -> int:
-    """Return the first sequence whose blobs the next save may reuse, if no live checkpoint refers to them.
+    """Return the first sequence whose blobs the next save may reuse even if no live checkpoint refers to them.
 
     Blobs of saves before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
     """
@@ -369,7 +369,7 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     (Phase.PENDING, TrialFinished): Phase.FINISHED,
     (Phase.RUNNING, TrialErrored): Phase.ERRORED,
     (Phase.PENDING, TrialErrored): Phase.ERRORED,
-    (Phase.FINISHED, TrialErrored): Phase.ERRORED,  # its reports turned out to be unusable after its end
+    (Phase.FINISHED, TrialErrored): Phase.ERRORED,  # after its end, its reports turned out to be unusable
     (Phase.PAUSED, TrialErrored): Phase.ERRORED,  # its reports turned out to be unusable
     (Phase.ERRORED, TrialRequeued): Phase.PENDING,
     (Phase.FINISHED, TrialRequeued): Phase.PENDING,
@@ -384,7 +384,7 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     # No process trains the trial of a fork.
     (Phase.RUNNING, ExperimentForked): Phase.PENDING,
 }
-_PHASE_EVENTS = frozenset(event for _, event in NEXT_PHASE)
+_PHASE_CHANGING_EVENTS = frozenset(event for _, event in NEXT_PHASE)
 _CLONABLE_PHASES = frozenset({Phase.PENDING, Phase.PAUSED})
 _BUDGETS_AFTER_COMMIT = {"quarantined_since_commit": 0, "machine_failures": 0, "consecutive_start_failures": 0}
 _FRESH_BUDGETS = {"cause": None, "trainable_failures": 0, **_BUDGETS_AFTER_COMMIT}
@@ -399,7 +399,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
     """
     phase, is_running = NEXT_PHASE.get((trial.phase, type(event))), trial.phase is Phase.RUNNING
     if (
-        (phase is None and type(event) in _PHASE_EVENTS)
+        (phase is None and type(event) in _PHASE_CHANGING_EVENTS)
         or (isinstance(event, StepReported | CheckpointCommitted) and not is_running)
         or (isinstance(event, CheckpointCloned) and trial.phase not in _CLONABLE_PHASES)
     ):
@@ -447,7 +447,7 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
         IllegalTransition: one of the checkpoints is not acceptable (see `can_commit_save`).
     """
     for checkpoint in event.checkpoints.get(trial.id, ()):
-        trial = _add_save(trial, checkpoint, None)
+        trial = _add_saved_checkpoint(trial, checkpoint, None)
     if (step := event.last_known_steps.get(trial.id)) is not None:
         seconds = max(trial.last_known_seconds, event.trained_seconds.get(trial.id, 0.0))
         changes = {"last_known_step": max(step, trial.last_known_step or 0), "last_known_seconds": seconds}
@@ -461,7 +461,7 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     """Return the trial of a fork. On the target, the fork has only the checkpoints in `forked`, and clones of them.
 
-    The sequences continue. Like a retirement, the entry is a limit: a running save of the origin is not continued.
+    The sequences continue. Like a retirement, the fork is a barrier: it never commits a running save of the origin.
     """
     return trial.model_copy(
         update={
@@ -483,7 +483,7 @@ def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
 def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
     """Start the next attempt. A trial that has a checkpoint never starts without one."""
     recent = (item.checkpoint for item in trial.quarantined_checkpoints if item.since > trial.collected_up_to)
-    candidates = (*trial.checkpoints, *recent)  # a non-owner may have quarantined the restored checkpoint meanwhile
+    candidates = (*trial.checkpoints, *recent)  # a non-owner may just have quarantined the restored checkpoint
     start = next((ref for ref in candidates if ref.sequence == event.from_sequence), None)
     is_fresh = start is None and event.from_sequence is None and not trial.checkpoints
     if event.from_step != (start.step if start else 0) or not (start or is_fresh):
@@ -528,7 +528,7 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
 
 
 def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished | TrialPaused) -> Trial:
-    """End the trial or its attempt. If the attempt has already ended, its record stays."""
+    """End the trial or its attempt. If the attempt has already ended, its record stays unchanged."""
     is_lost, changes, records = False, dict[str, object](), trial.attempt_records
     match event:
         case TrialFinished():
@@ -594,11 +594,11 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
     If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
-    quarantined too, and the supervisor saves again. An attempt on another machine is not informed and continues: no
-    checkpoint is retired until the trial's next attempt has restored, and so verified, a checkpoint.
+    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of this. So
+    no checkpoint is retired until the trial's next attempt has restored, and thereby verified, a checkpoint.
     """
     sequence = event.checkpoint.sequence
-    committed = _add_save(trial, event.checkpoint, event.seconds)
+    committed = _add_saved_checkpoint(trial, event.checkpoint, event.seconds)
     if predates_quarantine(trial, sequence):
         since = max(quarantined.since for quarantined in trial.quarantined_checkpoints)
         return _quarantine_checkpoint(committed, sequence, make_reason("save-overtaken"), since)
@@ -627,7 +627,7 @@ def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
     )
 
 
-def _add_save(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
+def _add_saved_checkpoint(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
     """Add a checkpoint that the trial has saved itself; this resets its machine failures."""
     records = trial.attempt_records
     if records and not records[-1].has_ended:

@@ -13,9 +13,9 @@ This works for any number of processes that do not know of each other, without l
 - **Non-owners** (quarantine and pruning by another process) append through `append_as_non_owner`, and only
   `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
   appends after it.
-- **Write id.** The target may refuse to create an entry because an earlier try succeeded, and its reply was lost. If
+- **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
   the existing entry has the same write id, the create has succeeded.
-- **Deletion.** An entry counts once its writer has seen the first entry after creating its own: see `generations`.
+- **Deletion.** An entry counts only if its writer, after creating it, still finds the first entry: see `generations`.
 - **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
 
 Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry, which an
@@ -147,7 +147,7 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
         UnknownVersion: a newer prefect-tune wrote an entry.
     """
     snapshot, unusable = None, set[int]()
-    while snapshot is None and (numbers := [n for n in list_snapshots(store, journal) if n not in unusable]):
+    while snapshot is None and (numbers := [n for n in list_snapshot_numbers(store, journal) if n not in unusable]):
         snapshot = read_snapshot(store, journal, numbers[0])
         unusable.add(numbers[0])  # damaged, or deleted because a newer one exists: list again
     if snapshot is not None:
@@ -194,7 +194,7 @@ def append_events(store: ObjectStore, experiment: Experiment, events: Sequence[E
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied in the form that a reader will see (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. If non-owners have added entries meanwhile, those are applied first.
+    and a later resume see the same values. If non-owners have added entries since, those are applied first.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
@@ -218,13 +218,13 @@ def append_as_non_owner(
 ) -> Experiment:
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
-    `events_for` gets the state after the last entry, and returns the events to write, or none. It is called again if
-    another writer was faster: no entry comes between the state and the events. Its exceptions propagate.
+    `events_for` gets the state after the last entry, and returns the events to write, or none. If another writer was
+    faster, it is called again, so no entry comes between the state and the events. Its exceptions propagate.
 
     Raises:
         StoreRefused: there are events to write, but the target supports only one writer: see `conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
-        CommitUnknown: the target did not say whether it wrote; call again: `events_for` may see its events applied.
+        CommitUnknown: the target did not say whether it wrote; call again: `events_for` may find its events journaled.
     """
     for _ in range(_MAX_RACES):
         experiment = load_experiment(store, journal)
@@ -265,8 +265,8 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
     entry = decode_entry(data, path)
     if entry.writer == "non-owner" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
         return apply_entry(experiment, entry, digest_of(data))
-    opened = next((event.owner for event in entry.events if isinstance(event, OwnerChanged)), None)
-    how = f"owner {entry.term}, {opened}, took over" if opened else f"another process wrote as owner {entry.term}"
+    new_owner = next((event.owner for event in entry.events if isinstance(event, OwnerChanged)), None)
+    how = f"owner {entry.term}, {new_owner}, took over" if new_owner else f"another process wrote as owner {entry.term}"
     raise Superseded(
         f"{experiment.key}: this process is owner {experiment.term}, but {how} at {entry.at}. "
         "Stop here: the experiment continues in the other process, and every committed checkpoint is kept"
@@ -310,8 +310,8 @@ def acquire_ownership(
 ) -> Experiment:
     """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
-    `events_for` receives the state before the new term. If the caller passes an earlier state as `loaded`, the function
-    checks only its last entry, and reads the later entries. If `loaded` is empty, it reads the journal only if another
+    `events_for` receives the state before the new term. `loaded` may be an earlier state: then only its last entry is
+    checked, and only later entries are read. If `loaded` is the empty experiment, the journal is read only if another
     process has written to it.
 
     In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
@@ -325,8 +325,8 @@ def acquire_ownership(
     for _ in range(_MAX_RACES):
         state = _refresh_state(store, loaded) if loaded else load_experiment(store, journal)
         if state.owner_since_entry:
-            opening = read_next_entry(store, journal, state.owner_since_entry - 1)
-            if opening is not None and opening.write_id == stamp.write_id:
+            first_of_term = read_next_entry(store, journal, state.owner_since_entry - 1)
+            if first_of_term is not None and first_of_term.write_id == stamp.write_id:
                 return state  # an earlier try of this call succeeded, and its reply was lost
         owner_changed = OwnerChanged(
             experiment=journal.experiment, generation=journal.generation, term=state.term + 1, owner=owner, at=stamp.at
@@ -337,7 +337,7 @@ def acquire_ownership(
         try:
             return append_events(store, state, [owner_changed, *events], stamp)
         except Superseded as race:
-            require_not_deleted(store, journal)  # if it was deleted, there was no race
+            require_not_deleted(store, journal)  # after a deletion, there was no race
             lost_race, loaded = race, None
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
@@ -372,8 +372,8 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 
     def find_owner(term: int) -> Owner | None:
         numbers = range(1, experiment.owner_since_entry)
-        opening = read_entry(numbers[bisect_left(numbers, term, key=lambda number: read_entry(number).term)])
-        return next((event.owner for event in opening.events if isinstance(event, OwnerChanged)), None)
+        first_of_term = read_entry(numbers[bisect_left(numbers, term, key=lambda number: read_entry(number).term)])
+        return next((event.owner for event in first_of_term.events if isinstance(event, OwnerChanged)), None)
 
     with _checking_deletion(store, key):
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
@@ -390,7 +390,7 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 #
 # The interval between two snapshots grows with the experiment, so that writing them costs about as much as the entries.
 
-_TRIALS = TypeAdapter(list[Trial])
+_TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200
 _TRIALS_PER_ENTRY = 8
 
@@ -406,7 +406,7 @@ class _SnapshotHeader(Document):
     """The experiment without trials."""
 
 
-def snapshot_interval(experiment: Experiment) -> int:
+def compute_snapshot_interval(experiment: Experiment) -> int:
     """Return the number of entries between snapshots: 200, 400, 800 … for up to 1600, 3200, 6400 … trials."""
     interval = _MIN_SNAPSHOT_INTERVAL
     while interval * _TRIALS_PER_ENTRY < len(experiment.trials):
@@ -415,14 +415,14 @@ def snapshot_interval(experiment: Experiment) -> int:
 
 
 def is_snapshot_due(experiment: Experiment, before: int) -> bool:
-    """Return whether an interval has ended since entry `before`; its last entry may be a non-owner's."""
-    interval = snapshot_interval(experiment)
+    """Return whether an interval has ended since entry `before`, by an entry of the owner or of a non-owner."""
+    interval = compute_snapshot_interval(experiment)
     return experiment.entry_count // interval > before // interval
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
     """Return whether the run should write a snapshot when it ends: at least 200 entries follow the last snapshot."""
-    return experiment.entry_count % snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
+    return experiment.entry_count % compute_snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
@@ -432,14 +432,14 @@ def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """
     key, number = experiment.key, experiment.entry_count
     if len(data := encode_snapshot(experiment)) > MAX_DOCUMENT_BYTES:
-        return  # readers reject it
+        return  # readers would reject it
     with suppress(StoreUnavailable, StoreRefused):
         store.put(key.snapshot_path(number), data)
-        if earlier := [key.snapshot_path(n) for n in list_snapshots(store, key) if n < number]:
+        if earlier := [key.snapshot_path(n) for n in list_snapshot_numbers(store, key) if n < number]:
             store.delete(earlier)
 
 
-def list_snapshots(store: ObjectStore, key: JournalKey) -> Sequence[int]:
+def list_snapshot_numbers(store: ObjectStore, key: JournalKey) -> Sequence[int]:
     """Return the numbers of the listed snapshots, newest first; a snapshot may be stale or unusable."""
     folder = key.snapshots_folder
     numbers = (document_number(folder, listed.path, "jsonl") for listed in store.list(folder))
@@ -478,7 +478,7 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
     if (experiment.key, experiment.entry_count) != (key, number):
         raise JournalCorrupt(f"{path}: holds {experiment.key} after entry {experiment.entry_count}")
     try:
-        trials = _TRIALS.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
+        trials = _TRIALS_ADAPTER.validate_json(b"[" + lines.rstrip(b"\n").replace(b"\n", b",") + b"]")
     except ValidationError as invalid:
         raise JournalCorrupt(f"{path}: its trials cannot be read: {invalid}") from invalid
     return experiment.model_copy(update={"trials": TrialMap.from_trials(trials)})

@@ -1,9 +1,9 @@
 """Pass the events of an attempt on another machine to the owner of the experiment: numbered posts in an outbox.
 
 The idea: the attempt creates the objects 1, 2, 3 … of its outbox, each only if its number is free. A post is durable
-when `write_post` returns, whether or not a search runs. The owner journals the posts in order, each once because the
-journal counts them, and then deletes them. To fence off the attempt, the owner itself creates the next free number as
-the end of the outbox: the target decides whether the end or a post of the attempt is first.
+when `write_post` returns, whether or not a search runs. The owner journals the posts in order, then deletes them. The
+journal counts them, so it holds each post once. To fence off the attempt, the owner itself creates the next free number
+as the end of the outbox: the target decides whether the end or a post of the attempt is first.
 
     attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        5 refused: closed → Superseded, it stops
     owner       journals 1, 2 …      closes: reads 3, creates ─▶ 4
@@ -11,9 +11,9 @@ the end of the outbox: the target decides whether the end or a post of the attem
 - **One execution.** A second process with the same request finds post 1 with another write id, and stops. So post 1 is
   deleted only with its experiment.
 - **Closing** may be repeated, by one owner or by several: a process that finds the end has read all earlier posts.
-- **A late post** comes from a request that seemed lost. After the end it is refused; or it takes the number of a
-  journaled and deleted post, and no process reads this number any more.
-- **Deletion.** Like an entry, a post counts once its writer has seen the first entry after creating the post.
+- **A late post** comes from a request that seemed lost. If the end has its number, the post is refused. If its number
+  is that of a journaled and deleted post, no process reads the late post.
+- **Deletion.** Like an entry, a post counts only if its writer, after creating it, still finds the first entry.
 
 Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
 """
@@ -108,7 +108,7 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if all are readable."""
+    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if there is none."""
 
 
 def close_outbox(
@@ -150,7 +150,7 @@ def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]])
 
 
 def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
-    """Return the posts that the journal has up to `state`, without the first post and the end of each outbox."""
+    """Return the posts whose events `state` includes, except the first post and the end of each outbox."""
     if not state.outbox_count:
         return ()
     outboxes: dict[str, dict[int, ListedObject]] = {}
