@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreRefused, StoreUnavailable, Superseded
-from prefect_tune.storage_retries import is_target_unavailable, is_transient, retrying_refusals, with_retries
+from prefect_tune.storage_retries import retrying_refusals, should_retry, should_retry_if_unavailable, with_retries
 from prefect_tune.tasks.checkpoints import delete_retired_checkpoints, publish_checkpoint
 from prefect_tune.tasks.experiments import check_target
 
@@ -20,7 +20,7 @@ FATAL = [InvalidInput("no"), Superseded("another"), ValueError("no")]
 REFUSED = StoreRefused("the credentials have expired")
 
 
-def is_retryable(error: Exception, condition: Any = is_transient) -> bool:
+def is_retryable(error: Exception, condition: Any = should_retry) -> bool:
     return bool(condition(None, None, Failed(data=error)))
 
 
@@ -86,10 +86,10 @@ def test_a_thread_of_the_runs_own_retries_them_too() -> None:
 
 
 def test_the_check_that_a_run_begins_with_takes_a_refusal_for_an_answer() -> None:
-    assert check_target.retry_condition_fn is is_target_unavailable
+    assert check_target.retry_condition_fn is should_retry_if_unavailable
     with retrying_refusals():
-        assert not is_retryable(REFUSED, is_target_unavailable)
-        assert is_retryable(StoreUnavailable("503"), is_target_unavailable)
+        assert not is_retryable(REFUSED, should_retry_if_unavailable)
+        assert is_retryable(StoreUnavailable("503"), should_retry_if_unavailable)
 
 
 def test_a_refused_deletion_holds_up_no_commit_of_a_trial_that_runs() -> None:

@@ -1,4 +1,4 @@
-"""The retry policy of the tasks: which errors of a target are retried, how often, and after which pauses."""
+"""How tasks retry: which errors of a target are retried, how often, and after which pauses."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _Argument = TypeVar("_Argument")
 _Out = TypeVar("_Out")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
-_MAX_FIRST_TRIES = 5  # before the first success of a run: 31 s in total, since a user may be waiting
+_MAX_FIRST_RETRIES = 5  # before the first success of a run: 31 s in total, since a user may be waiting
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
-_abandonment: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
+_abandoned_event: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
 
 
 @contextmanager
@@ -49,18 +49,18 @@ def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) 
 
 def stopping_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
     """Stop all retries in this context when `abandoned` is set: the process is exiting, and waits for its threads."""
-    return setting_context_variable(_abandonment, abandoned)
+    return setting_context_variable(_abandoned_event, abandoned)
 
 
 def is_work_abandoned() -> bool:
     """Return whether the process is exiting and no longer needs the work of this context."""
-    event = _abandonment.get()
+    event = _abandoned_event.get()
     return event is not None and event.is_set()
 
 
 def _pause(seconds: float) -> None:
     """Sleep, or return at once when the work of this context is abandoned."""
-    event = _abandonment.get()
+    event = _abandoned_event.get()
     if event is None:
         time.sleep(seconds)
     else:
@@ -84,7 +84,7 @@ def is_retryable(error: object) -> bool:
     return refused or isinstance(error, StoreUnavailable | CommitUnknown)
 
 
-def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+def should_retry(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Retry condition of a Prefect task: retry temporary errors of the target, and fail at once on all other errors.
 
     It must be a plain function: Prefect does not retry with any other callable.
@@ -92,8 +92,8 @@ def is_transient(_task: Task[..., object], _task_run: TaskRun, state: State[obje
     return is_retryable(state.result(raise_on_failure=False))
 
 
-def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `is_transient`, but retry `StoreRefused` too: for tasks that store the training of a user's own flow.
+def should_retry_with_refusals(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """Like `should_retry`, but retry `StoreRefused` too: for tasks that store the training of a user's own flow.
 
     Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If the task
     failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
@@ -102,13 +102,13 @@ def is_target_failure(_task: Task[..., object], _task_run: TaskRun, state: State
     return is_retryable(error) or (isinstance(error, StoreRefused) and not is_work_abandoned())
 
 
-def is_target_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `is_transient`, but never retry `StoreRefused`: for a run's first task, before the target served the run."""
+def should_retry_if_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+    """Like `should_retry`, but never retry `StoreRefused`: for a run's first task, when the target may be wrong."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_work_abandoned()
 
 
 def is_transient_but_not_refused(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `is_transient`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
+    """Like `should_retry`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
     error = state.result(raise_on_failure=False)
     return is_retryable(error) and not isinstance(error, StoreRefused)
 
@@ -120,7 +120,7 @@ def with_retries(
     work: str = "",
 ) -> _Out:
     """Return `act()`, retried like a task; for work that is too small for a task run. Log lines begin with `work`."""
-    default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_TRIES]
+    default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_RETRIES]
     for seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
             return act()
@@ -160,16 +160,16 @@ TASK_RETRY_OPTIONS: dict[str, Any] = {
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
-    "retry_condition_fn": is_transient,
+    "retry_condition_fn": should_retry,
 }
 
 # Options of the tasks of a user's own flow that store its training.
-REFUSAL_RETRY_OPTIONS: dict[str, Any] = {**TASK_RETRY_OPTIONS, "retry_condition_fn": is_target_failure}
+REFUSAL_RETRY_OPTIONS: dict[str, Any] = {**TASK_RETRY_OPTIONS, "retry_condition_fn": should_retry_with_refusals}
 
 # Options of a flow run's first task.
 CHECK_RETRY_OPTIONS: dict[str, Any] = {
     **TASK_RETRY_OPTIONS,
-    "retries": _MAX_FIRST_TRIES,
-    "retry_delay_seconds": list(_PAUSES_SECONDS[:_MAX_FIRST_TRIES]),
-    "retry_condition_fn": is_target_unavailable,
+    "retries": _MAX_FIRST_RETRIES,
+    "retry_delay_seconds": list(_PAUSES_SECONDS[:_MAX_FIRST_RETRIES]),
+    "retry_condition_fn": should_retry_if_unavailable,
 }

@@ -31,7 +31,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.obstore_store import ERROR_CODES, ErrorCode, Meaning, ObstoreStore, make_client
+from prefect_tune.stores.obstore_store import ERROR_CODES, ErrorCode, ErrorMeaning, ObstoreStore, make_client
 from tests.fakes.servers.canned_http import CannedServer, canned_server, s3_error
 from tests.fakes.servers.moto_server import aws_client, moto_server
 from tests.fakes.servers.s3_sink import Fault, S3Sink, SinkRequest
@@ -313,7 +313,7 @@ def test_where_each_object_is_deleted_by_itself_what_is_gone_does_not_keep_the_r
     assert [listed.path for listed in store.list("")] == ["b"]
 
 
-_TRANSIENT = (Meaning.TRANSIENT, Meaning.UNKNOWN)
+_TRANSIENT = (ErrorMeaning.TRANSIENT, ErrorMeaning.UNKNOWN)
 
 
 @pytest.fixture(scope="module")
@@ -429,23 +429,23 @@ def test_each_code_of_the_table_is_told_as_what_it_means(server: CannedServer, v
 def _require_meaning(row: ErrorCode, status: int, written: TuneError, created: TuneError) -> None:
     if row.meaning in _TRANSIENT:
         assert type(written) is StoreUnavailable
-        maybe_done = row.meaning is Meaning.UNKNOWN or status >= 500
+        maybe_done = row.meaning is ErrorMeaning.UNKNOWN or status >= 500
         assert type(created) is (CommitUnknown if maybe_done else StoreUnavailable)
-    elif row.meaning is Meaning.NOT_FOUND:
+    elif row.meaning is ErrorMeaning.NOT_FOUND:
         assert type(written) is ObjectNotFound
-    elif row.meaning is Meaning.EXISTS:
+    elif row.meaning is ErrorMeaning.EXISTS:
         assert type(created) is AlreadyExists
     else:
         assert type(written) is type(created) is StoreRefused
         assert row.code in str(written) or status in (301, 307), "the client does not read the body of a redirect"
-    if row.meaning not in (Meaning.NOT_FOUND, Meaning.EXISTS):
+    if row.meaning not in (ErrorMeaning.NOT_FOUND, ErrorMeaning.EXISTS):
         assert row.advice in str(written)
 
 
 def test_each_code_is_answered_once_above_and_a_refusal_says_what_to_do() -> None:
     answered = {code for codes in _CODES.values() for code in codes.split()}
     assert answered == ERROR_CODES.keys() - {"InvalidCertificate", "BadScheme"}
-    refused = [row for row in ERROR_CODES.values() if row.meaning in (Meaning.REFUSED, Meaning.NO_BUCKET)]
+    refused = [row for row in ERROR_CODES.values() if row.meaning in (ErrorMeaning.REFUSED, ErrorMeaning.NO_BUCKET)]
     assert all(row.advice for row in refused)
 
 
@@ -536,9 +536,9 @@ Generic {{ inner: Http( HttpError {{
 )
 def test_what_the_client_would_not_even_ask_is_refused_at_once(kind: str, source: str, advice: str) -> None:
     text = _UNSENT.format(url="https://host/bucket", message="error sending request", kind=kind, source=source)
-    request_error = obstore_store.RequestError.from_exception(GenericError(text))
-    assert not request_error.is_transient
-    assert not request_error.may_have_succeeded
-    error = request_error.store_error("list")
+    failure = obstore_store.RequestFailure.from_exception(GenericError(text))
+    assert not failure.is_transient
+    assert not failure.may_have_succeeded
+    error = failure.store_error("list")
     assert isinstance(error, StoreRefused)
     assert advice in str(error)

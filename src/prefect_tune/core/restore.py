@@ -49,7 +49,7 @@ class OutdatedStateError(TuneError):
     """The given state of the trial is outdated: some checkpoints in it were retired. Repeat the call with `current`."""
 
     def __init__(self, current: Trial) -> None:
-        super().__init__(f"trial {current.id!r}: its journal has retired checkpoints that this call needed")
+        super().__init__(f"trial {current.id!r}: checkpoints that this call needed are retired in the journal")
         self.current = current
 
 
@@ -92,7 +92,7 @@ def is_checkpoint_live(store: ObjectStore, key: CheckpointKey) -> bool:
     return not state.is_being_deleted and any(is_live_checkpoint(trial, key) for trial in state.trials.values())
 
 
-def _is_checkpoint_retired(store: ObjectStore, key: CheckpointKey) -> bool:
+def _is_checkpoint_deletable(store: ObjectStore, key: CheckpointKey) -> bool:
     try:
         state = load_experiment(store, key.trial.journal_key)
     except Superseded:  # its experiment was deleted
@@ -121,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`; None without a key, or if the manifest is damaged: no save may reuse its bytes."""
+    """Return the manifest of `key`; None without a key, or if it is missing or damaged: no save reuses its bytes."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -133,7 +133,7 @@ def find_checkpoints_using(
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.
 
-    Checkpoints with an unreadable manifest are left out: a restore will report this damage.
+    Checkpoints with an unreadable manifest are left out: a restore reports the damage of the manifest.
     """
 
     def find_damage(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
@@ -159,7 +159,7 @@ def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> Non
             pass
     except CheckpointCorrupt as damage:
         try:
-            if not _is_checkpoint_retired(store, manifest.key):
+            if not _is_checkpoint_deletable(store, manifest.key):
                 raise
         except (StoreRefused, UnknownVersion):  # the caller may read only the checkpoint: report the damage
             raise damage from None
@@ -192,8 +192,8 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 # owner that dies between them leaves a complete checkpoint that no entry names. The next owner looks for it before it
 # starts the trial again, and journals it as adopted.
 #
-# The sequence increases with each save of a trial and with each attempt. So the unjournaled save of the last attempt
-# has at least the sequence `adopted_up_to` of the trial. Once an entry has adopted this save, or has recorded that no
+# The sequence increases with each save of a trial and with each attempt. So the sequence of the last attempt's
+# unjournaled save is at least the trial's `adopted_up_to`. Once an entry has adopted this save, or has recorded that no
 # save exists, no such save can become a checkpoint. Saves of earlier attempts are not adopted: their owner had
 # abandoned them. An attempt with an open outbox posts its saves itself.
 
@@ -207,11 +207,11 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    These are the running attempts without an outbox: those of `trials`, or of all trials for a new owner. Of each
+    The attempts are the running ones without an outbox: for a new owner, of all trials; otherwise, of `trials`. Of each
     attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
     the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
     is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before
-    the entry has no effect. `last` holds the last reports in the live status of the last owner.
+    the entry has no effect. `last` holds the newest reports in the last owner's live status.
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]

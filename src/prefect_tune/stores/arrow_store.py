@@ -50,9 +50,9 @@ def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreU
 
 
 _MAX_TEMPFILE_AGE = timedelta(days=1)
-_OBJECT_STORAGES = frozenset({"s3", "gcs", "abfs"})
+_OBJECT_STORAGE_TYPES = frozenset({"s3", "gcs", "abfs"})
 """Native object storages: an object appears when its upload completes, and there is no rename."""
-_BUCKET_TYPES = _OBJECT_STORAGES | {
+_BUCKET_TYPES = _OBJECT_STORAGE_TYPES | {
     f"py::fsspec+{name}" for name in ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs")
 }
 
@@ -64,7 +64,7 @@ class ArrowStore(ParallelStore):
     On a file system that is not an object storage, a write goes to a hidden name first and is then moved: a failed
     write leaves no partial object. Every write checks the size on the target afterwards.
 
-    A missing root is an error. With `create_root` it counts as empty, and the first write creates it (never a bucket).
+    A missing root is an error. With `create_root`, it counts as empty, and the first write creates it, but no bucket.
     The deadline is checked between calls. Only a `SubprocessStore` around this store can end a call that hangs.
     """
 
@@ -74,9 +74,9 @@ class ArrowStore(ParallelStore):
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._deadline = deadline or Deadline.never()
-        self._is_object_storage = filesystem.type_name in _OBJECT_STORAGES
-        self._root_exists = create_root and filesystem.type_name not in _BUCKET_TYPES
-        self._has_swept = False
+        self._is_object_storage = filesystem.type_name in _OBJECT_STORAGE_TYPES
+        self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
+        self._has_removed_stale_files = False
         # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
         handler = getattr(filesystem, "handler", None)
         self._fsspec = getattr(handler, "fs", None)
@@ -224,7 +224,7 @@ class ArrowStore(ParallelStore):
 
     def _check_root(self, operation: str) -> None:
         """Raise an error if the root is missing (an unmounted folder, a deleted bucket)."""
-        if self._root_exists or not self._root:
+        if self._skips_root_check or not self._root:
             return
         is_bucket = self._filesystem.type_name in _BUCKET_TYPES
         root = self._root.lstrip("/").partition("/")[0] if is_bucket else self._root
@@ -236,7 +236,7 @@ class ArrowStore(ParallelStore):
             raise StoreUnavailable(
                 f"{operation}: the root {root!r} does not exist: correct it, mount its file system, or create it"
             )
-        self._root_exists = True
+        self._skips_root_check = True
 
     def _write_object(self, full_path: str, pieces: Iterable[Buffer]) -> int:
         """Write `pieces` to `full_path`, check the size on the target, and return it."""
@@ -272,14 +272,14 @@ class ArrowStore(ParallelStore):
                 self._remove_file(full_path)
 
     def _stage_object(self, pieces: Iterable[Buffer], operation: str) -> tuple[str, int] | None:
-        """Write `pieces` to a hidden path; return the path and the size. On an object storage, return None."""
+        """Write `pieces` to a hidden path; return the path and the size. On an object storage, only return None."""
         if self._is_object_storage:
             return None
         with self._converting_errors(operation):
             hidden_path = self._make_hidden_path()
             size_bytes = self._write_object(hidden_path, pieces)
-            if not self._has_swept:  # remove files of killed writers after a day, by the target's own clock
-                self._has_swept = True
+            if not self._has_removed_stale_files:  # files of killed writers, a day old by the target's own clock
+                self._has_removed_stale_files = True
                 now = self._filesystem.get_file_info(hidden_path).mtime
                 for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):
                     if now and info.mtime and now - info.mtime > _MAX_TEMPFILE_AGE:

@@ -149,7 +149,7 @@ class _VerifiedFile(io.RawIOBase):
         return len(data)
 
     def _read_chunks(self, length: int) -> tuple[int, bytearray]:
-        """Read the chunks that hold the next `length` bytes; return the first chunk's offset, and all their bytes."""
+        """Read the chunks that hold the next `length` bytes; return the first chunk's offset and all bytes read."""
         first, end = self._position, self._position + length
         offsets = self._file.chunks_with_offset()
         wanted = [(start, chunk) for start, chunk in offsets if start < end and first < start + chunk.length]

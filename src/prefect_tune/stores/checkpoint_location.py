@@ -69,7 +69,7 @@ def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | Non
         name=f"{filesystem.type_name}:{normalized}",
         path=normalized,
         kind=filesystem.type_name,
-        plain_filesystem=factory,
+        plain_filesystem_factory=factory,
     )
 
 
@@ -81,12 +81,12 @@ def _locate_on_target(location: Location) -> TargetFolder:
         name=location.uri,
         path=location.arrow_path,
         kind=location.scheme,
-        plain_filesystem=partial(arrow_filesystem, location),
+        plain_filesystem_factory=partial(arrow_filesystem, location),
     )
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder, which begins at a checkpoint's experiment or the last name.
+    """Split `path` into a target's root and a folder: a checkpoint's folder, from its experiment on, or the last name.
 
     So a missing directory and a missing target raise different errors.
     """
@@ -172,17 +172,17 @@ class TargetFolder:
     name: str
     path: str
     kind: str
-    plain_filesystem: Callable[[], FileSystem] | None = None
+    plain_filesystem_factory: Callable[[], FileSystem] | None = None
 
     def resolve(self) -> TargetFolder:
         return self
 
     def make_filesystem(self) -> FileSystem:
-        if self.plain_filesystem is None or self._checkpoint_key() is not None:
+        if self.plain_filesystem_factory is None or self._parse_checkpoint_key() is not None:
             from prefect_tune.stores.checkpoint_filesystem import make_checkpoint_filesystem
 
             return make_checkpoint_filesystem(self)
-        return self.plain_filesystem()
+        return self.plain_filesystem_factory()
 
     @contextmanager
     def open_local_directory(self, token: str, deadline: Deadline) -> Iterator[str]:
@@ -205,7 +205,7 @@ class TargetFolder:
             metadata_of_copy,
         )
 
-        with self._open_store(deadline) as (store, manifest):
+        with self._open_store_and_manifest(deadline) as (store, manifest):
             versions = self._metadata_folder(manifest)
             metadata = metadata_of_copy(store, versions, manifest)
 
@@ -216,7 +216,7 @@ class TargetFolder:
                     fetch_plain_directory(store, self.folder, destination, excluded_folder=versions, metadata=metadata)
 
             yield DirectoryContent(
-                # A plain directory may change: only this object's own fetch has the same bytes.
+                # A plain directory may change: its bytes are known to be the same only for one `token`.
                 hashlib.blake2b(seal(manifest), digest_size=16).hexdigest() if manifest else token,
                 self.name,
                 fetch,
@@ -229,14 +229,14 @@ class TargetFolder:
     def read_metadata(self, deadline: Deadline) -> dict[str, object]:
         from prefect_tune.core.checkpoints.manifest import read_newest_metadata
 
-        with self._open_store(deadline) as (store, manifest):
+        with self._open_store_and_manifest(deadline) as (store, manifest):
             newest = read_newest_metadata(store, self._metadata_folder(manifest))
             return self._read_initial_metadata(store, manifest) if newest is None else newest
 
     def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
         from prefect_tune.core.checkpoints.manifest import revise_metadata
 
-        with self._open_store(deadline) as (store, manifest):
+        with self._open_store_and_manifest(deadline) as (store, manifest):
             folder, initial = self._metadata_folder(manifest), self._read_initial_metadata(store, manifest)
             revise_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
 
@@ -244,12 +244,12 @@ class TargetFolder:
         """Return the manifest of this checkpoint; None for a plain directory.
 
         Raises:
-            CheckpointNotFound: neither a checkpoint nor a plain directory.
-            CheckpointCorrupt: the manifest is truncated, altered or of another checkpoint.
+            CheckpointNotFound: there is neither a checkpoint nor a plain directory.
+            CheckpointCorrupt: the manifest is truncated or altered, or belongs to another checkpoint.
         """
         from prefect_tune.core.restore import read_manifest
 
-        key = self._checkpoint_key()
+        key = self._parse_checkpoint_key()
         if key is None:
             return None
         try:
@@ -260,12 +260,12 @@ class TargetFolder:
             raise
 
     @contextmanager
-    def _open_store(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
+    def _open_store_and_manifest(self, deadline: Deadline) -> Iterator[tuple[ObjectStore, Manifest | None]]:
         deadline.check(f"opening {self.name}")
         with self.open(timeout=timedelta(seconds=deadline.remaining_seconds)) as store:
             yield store, self.read_manifest(store)
 
-    def _checkpoint_key(self) -> CheckpointKey | None:
+    def _parse_checkpoint_key(self) -> CheckpointKey | None:
         from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 
         match = _CHECKPOINT_PATH.fullmatch(self.folder)
@@ -275,8 +275,8 @@ class TargetFolder:
         return CheckpointKey(trial=trial, step=int(match["step"]), sequence=int(match["sequence"]))
 
     def _metadata_folder(self, manifest: Manifest | None) -> str:
-        """Return the folder for versions of the metadata; for a plain directory, its hidden subfolder."""
-        key = self._checkpoint_key() if manifest else None
+        """Return the folder with the versions of the metadata: a plain directory has a hidden subfolder for them."""
+        key = self._parse_checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 
     def _read_initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
 The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
-as much CPU, and a read a quarter less: one thread collects and frees the reply, so its memory is reused. A blocking
-call cannot be interrupted from outside: only the client's timeout ends the call and its connection. So there are
-clients with a series of timeouts, and a request uses the longest timeout that ends before the deadline.
+as much CPU time, and a read needs a quarter less: one thread collects and frees the reply, so its memory is reused. A
+blocking call cannot be interrupted from outside: only the client's timeout ends the call and its connection. So the
+store has clients with different timeouts. A request uses the longest timeout that ends before the deadline.
 
 Large ranges use the same client. A separate reader (signed URLs, reused buffers) took twice the time. Per restored GiB
 it saved 0.25 of 2.0 CPU seconds without TLS, and none with TLS (obstore 0.12.1).
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 # MinIO, and botocore's list of retried errors, as of 2026.
 
 
-class Meaning(Enum):
+class ErrorMeaning(Enum):
     """What an error code says about the request."""
 
     TRANSIENT = "not done; a retry may succeed"
@@ -72,10 +72,10 @@ class Meaning(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorCode:
-    """A code, its meaning, and advice to the user; "" if there is no advice."""
+    """A code, its meaning, and advice to the user, which may be empty."""
 
     code: str
-    meaning: Meaning
+    meaning: ErrorMeaning
     advice: str
 
 
@@ -146,13 +146,13 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 
 def _parse_error_codes() -> Iterator[ErrorCode]:
     """Yield each code: indented lines with codes follow the line `meaning: advice` of these codes."""
-    meaning, advice = Meaning.REFUSED, ""
+    meaning, advice = ErrorMeaning.REFUSED, ""
     for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
             yield from (ErrorCode(code, meaning, advice) for code in line.split())
         else:
             name, _, advice = line.partition(":")
-            meaning, advice = Meaning[name.upper()], advice.strip()
+            meaning, advice = ErrorMeaning[name.upper()], advice.strip()
 
 
 ERROR_CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row in _parse_error_codes()})
@@ -187,7 +187,7 @@ _ADVICE_BY_STATUS: Mapping[int, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class RequestError:
+class RequestFailure:
     """One failed request: the server's status and code, or how the connection failed."""
 
     status: int | None
@@ -196,7 +196,7 @@ class RequestError:
     message: str
 
     @classmethod
-    def from_exception(cls, error: Exception) -> RequestError:
+    def from_exception(cls, error: Exception) -> RequestFailure:
         """Parse the client's error."""
         text = str(error)
         status, kind = _find_group(_STATUS, text), _find_group(_KIND, text)
@@ -206,19 +206,19 @@ class RequestError:
         return cls(int(status) if status else None, kind, code, f"{line} ({', '.join(details)})" if details else line)
 
     @property
-    def meaning(self) -> Meaning:
+    def meaning(self) -> ErrorMeaning:
         """The documented meaning of the code; if there is none, the meaning of the status or the connection error."""
         if row := self._error_code:
             return row.meaning
         if self.status is None and self.kind is None:
-            return Meaning.REFUSED
+            return ErrorMeaning.REFUSED
         if self.status is None:  # the connection failed
-            return Meaning.TRANSIENT if self.kind == "Connect" else Meaning.UNKNOWN
+            return ErrorMeaning.TRANSIENT if self.kind == "Connect" else ErrorMeaning.UNKNOWN
         if self.status in _UNKNOWN_STATUSES or (self.status >= 500 and self.status not in _PERMANENT_STATUSES):
-            return Meaning.UNKNOWN
+            return ErrorMeaning.UNKNOWN
         if self.status == 412:
-            return Meaning.EXISTS
-        return Meaning.TRANSIENT if self.status in _TRANSIENT_STATUSES else Meaning.REFUSED
+            return ErrorMeaning.EXISTS
+        return ErrorMeaning.TRANSIENT if self.status in _TRANSIENT_STATUSES else ErrorMeaning.REFUSED
 
     @property
     def _error_code(self) -> ErrorCode | None:
@@ -227,22 +227,22 @@ class RequestError:
     @property
     def is_transient(self) -> bool:
         """Whether to retry: the same request may succeed soon."""
-        return self.meaning in (Meaning.TRANSIENT, Meaning.UNKNOWN)
+        return self.meaning in (ErrorMeaning.TRANSIENT, ErrorMeaning.UNKNOWN)
 
     @property
     def may_have_succeeded(self) -> bool:
         """Whether the server may have carried out the request."""
-        return self.meaning is Meaning.UNKNOWN or (self.is_transient and (self.status or 0) >= 500)
+        return self.meaning is ErrorMeaning.UNKNOWN or (self.is_transient and (self.status or 0) >= 500)
 
     @property
     def reports_existing_object(self) -> bool:
         """Whether a create failed because the object exists. A 409 without a documented code counts too."""
-        return self.meaning is Meaning.EXISTS or (self.status == 409 and self._error_code is None)
+        return self.meaning is ErrorMeaning.EXISTS or (self.status == 409 and self._error_code is None)
 
     @property
     def reports_missing_object(self) -> bool:
         """Whether the answer to a batch request says that one of its objects does not exist."""
-        return self.meaning is Meaning.NOT_FOUND and self.status in (None, 200)
+        return self.meaning is ErrorMeaning.NOT_FOUND and self.status in (None, 200)
 
     def store_error(self, operation: str) -> TuneError:
         """Return the error to raise if `operation` is not retried."""
@@ -264,10 +264,10 @@ def _find_group(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 _T = TypeVar("_T")
-_Failures: TypeAlias = list[RequestError]
+_Failures: TypeAlias = list[RequestFailure]
 _REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
-_SMALL_BYTES: Final = 1 << 20
-_PAGE_COUNT: Final = 1000  # S3's limit for one list or delete request
+_MAX_SMALL_BYTES: Final = 1 << 20
+_PAGE_SIZE: Final = 1000  # S3's limit for one list or delete request
 _PART_BYTES: Final = 8 << 20  # S3 accepts 10,000 parts of at least 5 MiB
 _MAX_CONCURRENT_PARTS: Final = 2
 _TIMEOUT_RATIO: Final = 0.8
@@ -314,11 +314,11 @@ class ObstoreStore(ParallelStore):
             try:
                 obstore.put(client, validate_path(path), data, mode="create", use_multipart=False)
             except AlreadyExistsError as error:
-                if not RequestError.from_exception(error).reports_existing_object:
+                if not RequestFailure.from_exception(error).reports_existing_object:
                     raise
                 raise AlreadyExists(f"{path}: an object with this name exists already") from error
 
-        failures: list[RequestError] = []
+        failures: list[RequestFailure] = []
         try:
             self._request(f"create {path}", put_object, transfer_bytes=len(data), failures=failures)
         except AlreadyExists:
@@ -376,7 +376,7 @@ class ObstoreStore(ParallelStore):
                 options: GetOptions = {"range": {"offset": offset}} if offset else {}
                 return memoryview(obstore.get(client, checked, options=options).bytes())
             except BaseError as error:
-                if RequestError.from_exception(error).status == 416:  # the range begins at or after the object's end
+                if RequestFailure.from_exception(error).status == 416:  # the range begins at or after the object's end
                     return b""
                 raise
 
@@ -389,9 +389,9 @@ class ObstoreStore(ParallelStore):
             try:
                 return obstore.head(client, checked)["size"]
             except BaseError as error:
-                failure = RequestError.from_exception(error)
+                failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # the answer to HEAD has no error code; the answer to a listing has
+                    _list_page(client, count=1)  # a reply to HEAD has no error code; a reply to a listing has one
                 raise
 
         try:
@@ -405,14 +405,14 @@ class ObstoreStore(ParallelStore):
         while True:  # each page is one request with its own retries
             page = self._request(f"list {folder or '/'}", partial(_list_page, folder=folder, after=after))
             objects += (ListedObject(entry["path"], entry["size"]) for entry in page)
-            if len(page) < _PAGE_COUNT:
+            if len(page) < _PAGE_SIZE:
                 return sorted(objects, key=attrgetter("path"))
             after = page[-1]["path"]
 
     def delete(self, paths: Sequence[str]) -> None:
         checked = [validate_path(path) for path in paths]
-        for start in range(0, len(checked), _PAGE_COUNT):
-            batch = checked[start : start + _PAGE_COUNT]
+        for start in range(0, len(checked), _PAGE_SIZE):
+            batch = checked[start : start + _PAGE_SIZE]
             try:
                 self._delete_batch(batch)
             except ObjectNotFound:  # clouds without batch requests stop at the first missing object
@@ -435,7 +435,7 @@ class ObstoreStore(ParallelStore):
     ) -> _T:
         """Make `request`, and retry transient failures; append every failure to `failures`."""
         if limit_seconds is None:
-            is_small = transfer_bytes is not None and transfer_bytes <= _SMALL_BYTES
+            is_small = transfer_bytes is not None and transfer_bytes <= _MAX_SMALL_BYTES
             limit_seconds = self._request_limit_seconds / 4 if is_small else self._request_limit_seconds
         failures = [] if failures is None else failures
         for pause_seconds in _REQUEST_PAUSES_SECONDS:
@@ -445,13 +445,13 @@ class ObstoreStore(ParallelStore):
             timeout_seconds = min(limit_seconds, self._deadline.remaining_seconds)
             if timeout_seconds < _MIN_REQUEST_SECONDS:
                 raise self._deadline.exceeded_error(str(failures[-1].store_error(operation)) if failures else operation)
-            client = self._clients.client_for(timeout_seconds)
+            client = self._clients.get_client(timeout_seconds)
             try:
                 result = request(client)
             except FileNotFoundError as missing:
-                raise self._not_found_error(operation, RequestError.from_exception(missing)) from missing
+                raise self._not_found_error(operation, RequestFailure.from_exception(missing)) from missing
             except BaseError as error:
-                failures.append(RequestError.from_exception(error))
+                failures.append(RequestFailure.from_exception(error))
                 if failures[-1].reports_missing_object:
                     raise self._not_found_error(operation, failures[-1]) from error
                 if not failures[-1].is_transient:
@@ -461,16 +461,16 @@ class ObstoreStore(ParallelStore):
                 return result
         raise failures[-1].store_error(f"{operation}, {len(failures)} times")
 
-    def _not_found_error(self, operation: str, failure: RequestError) -> TuneError:
+    def _not_found_error(self, operation: str, failure: RequestFailure) -> TuneError:
         """Return the error for status 404. The object is missing only if the bucket exists: check the bucket once."""
-        if failure.meaning is Meaning.NO_BUCKET:
+        if failure.meaning is ErrorMeaning.NO_BUCKET:
             return failure.store_error(operation)
         if not self._bucket_exists:
             self._request("list the bucket", lambda client: _list_page(client, count=1))
         return ObjectNotFound(f"{operation}: no such object")
 
 
-def _list_page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_COUNT) -> Sequence[Any]:
+def _list_page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_SIZE) -> Sequence[Any]:
     stream = obstore.list(client, folder or None, offset=after or None, chunk_size=count)
     return next(stream, ())
 
@@ -484,7 +484,7 @@ class _ClientsByTimeout:
         self._clients: dict[int, Client] = {}
         self._lock = threading.Lock()
 
-    def client_for(self, seconds: float) -> Client:
+    def get_client(self, seconds: float) -> Client:
         """Return a client whose requests end within `seconds`."""
         index = max(0, math.ceil(math.log(seconds / self._max_seconds, _TIMEOUT_RATIO)))
         with self._lock:

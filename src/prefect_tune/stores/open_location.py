@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 
-# A local folder as a read-only target without a block: importing Prefect takes a second.
+# A local folder as a target that is only read. It needs no block, so Prefect is not imported, which takes a second.
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 """The reference of a saved block: 'block-type/name'."""
@@ -83,16 +83,16 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or they exist only here."""
+"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or only this process has them."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A parsed path or URI. `container` is the bucket, for `OTHER` clients the host, for files empty.
+    """A parsed path or URI. `container` is the bucket; for `OTHER` clients, it is the host; for files, it is empty.
 
-    `path` has no slash at its ends, but for files it is absolute.
+    `path` has no slash at either end; for files, it is absolute.
     """
 
     client: Client

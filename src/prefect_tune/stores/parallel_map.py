@@ -31,16 +31,16 @@ def parallel_map(function: Callable[[_In], _Out], items: Iterable[_In], *, worke
     with ThreadPoolExecutor(workers, "transfer", _is_worker.set, (True,)) as pool:
         running: list[Future[_Out]] = []
         try:
-            running.extend(_submit_call(pool, function, item) for item in first)
+            running.extend(_submit_or_call(pool, function, item) for item in first)
             while running:
                 yield running.pop(0).result()
-                running.extend(_submit_call(pool, function, item) for item in islice(remaining, 1))
+                running.extend(_submit_or_call(pool, function, item) for item in islice(remaining, 1))
         finally:
             for future in running:
                 future.cancel()
 
 
-def _submit_call(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
+def _submit_or_call(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
     """Submit a call to the pool; if no thread can start (e.g. after the main thread's end), call in this thread."""
     try:
         return pool.submit(function, item)

@@ -1,11 +1,11 @@
 """An object store in files, on a local disk, NFS, or any other mounted file system.
 
 A writer syncs a hidden file, and then hard-links it to the object's name. So a write is atomic among the writers on all
-machines that mount the directory, and the object is complete after a power cut. The file keeps two links until its own
-name is synced. A reader of a file with two links syncs the folder before it uses the object.
+machines that mount the directory, and the object is complete after a power cut. The file keeps two links until the
+object's name is synced. A reader of a file with two links syncs the folder before it uses the object.
 
-Never: follow a symbolic link below the root; put a name into a folder whose own name is not synced; replace another
-file by a create.
+Never: follow a symbolic link below the root; put a name into a folder before the folder's own name is synced; let
+a create replace a file.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from prefect_tune.linux import copy_range
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.parallel_map import ParallelStore
 
-UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
+UNSUPPORTED_ERRNOS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 """Error numbers of an operation that the file system does not support."""
 
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TARGET_ADVICE = "use a local disk, NFS, or the storage's own target (S3, GCS, Azure) instead of this mount"
 _UNSUPPORTED_MESSAGE = f"this file system does not support an operation that a store needs: {_TARGET_ADVICE}"
 _NO_HARD_LINKS_MESSAGE = f"this file system has no hard links, which create-if-absent needs: {_TARGET_ADVICE}"
@@ -73,16 +73,16 @@ _TRANSIENT_REASONS: Mapping[int, str] = MappingProxyType(
     }
 )
 
-_LINK_NOT_MADE = (_DISK_FULL | UNSUPPORTED | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
+_UNLINKED_ERRNOS = (_DISK_FULL_ERRNOS | UNSUPPORTED_ERRNOS | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
 """Error numbers that prove that a link was not made."""
 
 
 def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error`, with advice; `operation` names the operation and its path."""
     code = error.errno or 0
-    if code in _DISK_FULL:
+    if code in _DISK_FULL_ERRNOS:
         return StoreUnavailable(f"{operation}: the disk is full ({error.strerror}); free some space and try again")
-    if code in UNSUPPORTED:
+    if code in UNSUPPORTED_ERRNOS:
         return StoreRefused(f"{operation}: {_UNSUPPORTED_MESSAGE} ({error.strerror})")
     if code in _REFUSAL_REASONS:
         return StoreRefused(f"{operation}: {_REFUSAL_REASONS[code]} ({error.strerror})")
@@ -92,7 +92,7 @@ def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUna
 
 # The system calls. Tests replace them with the calls of a simulated disk.
 
-_FOLDER_SYNC_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_FOLDER_SYNC_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
 
@@ -104,7 +104,7 @@ class FileStatus:
     mode: int
     device: int
     inode: int
-    links: int
+    link_count: int
     size_bytes: int
     modified_ns: int
 
@@ -117,7 +117,7 @@ class FileStatus:
         return stat.S_ISDIR(self.mode)
 
     @property
-    def is_link(self) -> bool:
+    def is_symlink(self) -> bool:
         return stat.S_ISLNK(self.mode)
 
 
@@ -163,7 +163,7 @@ class FileSystemCalls:
             os.fsync(folder)
         except OSError as error:
             # Some network and FUSE file systems have nothing to sync in a folder, and return these errors.
-            if error.errno not in _FOLDER_SYNC_UNSUPPORTED:
+            if error.errno not in _NO_FOLDER_SYNC_ERRNOS:
                 raise
 
     def sync(self) -> None:
@@ -231,7 +231,7 @@ class PosixStore(ParallelStore):
         self._deadline = deadline or Deadline.never()
         self._calls = calls or FileSystemCalls()
         self._root_identity: tuple[int, int] | None = None
-        self._has_swept = False
+        self._has_removed_stale_files = False
 
     @property
     def conditional_create(self) -> bool:
@@ -343,31 +343,31 @@ class PosixStore(ParallelStore):
             except FileNotFoundError:
                 return None
             except NotADirectoryError:
-                if self._calls.stat(name, fd).is_link:
+                if self._calls.stat(name, fd).is_symlink:
                     raise
                 return None  # an object has this name
         return fd
 
     def _open_or_create_folder(self, stack: ExitStack, root: int, folder: str) -> int:
-        """Open `folder`, and create missing folders; sync the name of each before anything is put into it."""
+        """Open `folder`, and create missing folders; sync each folder's name before anything is put into the folder."""
         parent, fd, exists = root, root, True
         for name in folder.split("/") if folder else ():
             try:
                 parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
             except FileNotFoundError:
                 if exists:
-                    self._fsync_parent_if_empty(fd, parent)
+                    self._fsync_name_if_empty(fd, parent)
                 exists = False
                 with suppress(FileExistsError):
                     self._calls.mkdir(name, fd)
                 parent, fd = fd, self._close_on_exit(stack, self._calls.open_folder(name, fd))
                 self._calls.fsync_folder(parent)
         if exists:
-            self._fsync_parent_if_empty(fd, parent)
+            self._fsync_name_if_empty(fd, parent)
         return fd
 
-    def _fsync_parent_if_empty(self, folder: int, parent: int) -> None:
-        """Sync the name of `folder` if the folder is empty: its creator may have died before the sync.
+    def _fsync_name_if_empty(self, folder: int, parent: int) -> None:
+        """Sync the name of `folder` if the folder is empty: its creator may have died before it synced the name.
 
         A folder with entries needs no sync: its name and its parents' names were synced before the first entry.
         """
@@ -381,10 +381,10 @@ class PosixStore(ParallelStore):
             return None
 
     def _fsync_folder_if_linked_twice(self, folder: int, status: FileStatus) -> None:
-        """Sync the folder of an object with two links, so that the object survives a power cut; reject a link."""
-        if status.is_link:
+        """Sync the folder of an object with two links, to survive a power cut; reject a symbolic link."""
+        if status.is_symlink:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        if status.links > 1:
+        if status.link_count > 1:
             self._calls.fsync_folder(folder)
 
     def _object_size(self, root: int, path: str) -> int | None:
@@ -447,15 +447,15 @@ class PosixStore(ParallelStore):
                 fill(file)
                 self._calls.fsync(file)
                 status = self._calls.fstat(file)
-                self._remove_leftovers(folder, status.modified_ns)
+                self._remove_stale_files(folder, status.modified_ns)
                 yield _TempFile(name, folder, status)
             except BaseException:
                 # If the file was published, keep the second link: it makes the next reader sync.
                 with suppress(OSError):
-                    if self._calls.fstat(file).links <= 1:
+                    if self._calls.fstat(file).link_count <= 1:
                         self._calls.unlink(name, folder)
                 raise
-            self._remove_temporary(name, folder)
+            self._remove_temp_name(name, folder)
 
     def _write_all(self, pieces: Iterable[Buffer], file: int) -> None:
         for piece in pieces:
@@ -474,7 +474,7 @@ class PosixStore(ParallelStore):
             offset += count
 
     def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
-        """Call `publish` with the open folder; repeat both if a delete has pruned the folder meanwhile."""
+        """Open `folder` and call `publish` with it; open and call again if a delete pruned the folder in between."""
         for _ in range(_MAX_PUBLISHES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
@@ -497,14 +497,14 @@ class PosixStore(ParallelStore):
         try:
             self._link_file(temp, name, folder)
         except OSError as error:
-            if error.errno in _LINK_NOT_MADE:
+            if error.errno in _UNLINKED_ERRNOS:
                 raise
             try:  # the link may exist although the call failed: NFS can lose a reply
                 existing = self._stat_or_none(folder, name)
             except OSError as stat_error:
                 raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {stat_error}") from error
             if existing is None:
-                raise CommitUnknown(f"{name!r} in {self.root}: {error}; not there yet") from error
+                raise CommitUnknown(f"{name!r} in {self.root}: {error}; the name does not exist yet") from error
             if existing.inode != temp.status.inode:
                 if existing.is_folder:
                     raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
@@ -516,7 +516,7 @@ class PosixStore(ParallelStore):
             raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
     def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:
-        """Publish `temp` as `name`; replace an existing file only if its size differs: then it is damaged."""
+        """Publish `temp` as `name`; replace an existing file only if its size differs, which means damage."""
         try:
             self._link_file(temp, name, folder)
         except FileExistsError:
@@ -524,7 +524,7 @@ class PosixStore(ParallelStore):
             if existing is not None and not existing.is_file:
                 raise
             if existing is None or existing.size_bytes != temp.status.size_bytes:
-                self._rename_second_link(temp, folder, name)
+                self._replace_by_rename(temp, folder, name)
         self._calls.fsync_folder(folder)
 
     def _replace_object(self, temp: _TempFile, folder: int, name: str) -> None:
@@ -532,30 +532,30 @@ class PosixStore(ParallelStore):
         existing = self._stat_or_none(folder, name)
         if existing is not None and not existing.is_file:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        self._rename_second_link(temp, folder, name)
+        self._replace_by_rename(temp, folder, name)
         self._calls.fsync_folder(folder)
 
     def _link_file(self, temp: _TempFile, name: str, folder: int) -> None:
         try:
             self._calls.link(temp.name, temp.folder, name, folder)
         except OSError as error:
-            if error.errno in UNSUPPORTED | {errno.EPERM}:
+            if error.errno in UNSUPPORTED_ERRNOS | {errno.EPERM}:
                 raise StoreRefused(f"link in {self.root}: {_NO_HARD_LINKS_MESSAGE} ({error.strerror})") from error
             raise
 
-    def _rename_second_link(self, temp: _TempFile, folder: int, name: str) -> None:
+    def _replace_by_rename(self, temp: _TempFile, folder: int, name: str) -> None:
         second_name = f"{temp.name}-again"
         self._link_file(temp, second_name, temp.folder)  # two links until the folder is synced
         try:
             self._calls.rename(second_name, temp.folder, name, folder)
         except BaseException:
-            self._remove_temporary(second_name, temp.folder)
+            self._remove_temp_name(second_name, temp.folder)
             raise
 
     # Remove hidden files and empty folders.
 
-    def _remove_temporary(self, name: str, folder: int) -> None:
-        """Remove a hidden name; if that fails, `_remove_leftovers` of a later store removes it."""
+    def _remove_temp_name(self, name: str, folder: int) -> None:
+        """Remove a hidden name; if that fails, `_remove_stale_files` of a later store removes it."""
         with suppress(OSError):
             self._calls.unlink(name, folder)
 
@@ -571,19 +571,19 @@ class PosixStore(ParallelStore):
                     return
             folder = parent
 
-    def _remove_leftovers(self, folder: int, now_ns: int) -> None:
+    def _remove_stale_files(self, folder: int, now_ns: int) -> None:
         """Remove hidden files older than a day, once per store; `now_ns` is the time of the file system's clock.
 
         If the writer of such a file is still alive, its link fails, and it publishes nothing.
         """
-        if self._has_swept:
+        if self._has_removed_stale_files:
             return
-        self._has_swept = True
+        self._has_removed_stale_files = True
         for name in self._calls.listdir(folder):
             with suppress(OSError):  # another writer removed it first, or it belongs to another user
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.links > 1:  # published, but perhaps not synced: without this link, readers do not sync
+                    if status.link_count > 1:  # published, perhaps not synced: without this link, readers do not sync
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 
@@ -616,7 +616,7 @@ def make_root(root: Path) -> None:
 
 
 def open_posix_store(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
-    """Open the folder `root`; create it first unless it `must_exist`. Raises like `make_root`."""
+    """Open the folder `root`; create it first unless `must_exist`. Raises like `make_root`."""
     if not must_exist:
         make_root(root)
     return PosixStore(root, deadline=deadline)
@@ -632,7 +632,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_tree(directory: str | Path) -> None:
-    """Remove a directory and everything that a trainable created in it; keep files that cannot be removed."""
+    """Remove a directory and everything that a trainable created in it; ignore files that cannot be removed."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
     except RecursionError:  # for each level, Python recurses and keeps a descriptor open

@@ -47,7 +47,7 @@ class SubprocessStore(ParallelStore):
     ) -> None:
         self._factory = factory
         self._deadline = deadline or Deadline.never()
-        self._free_children = threading.Semaphore(max_children)
+        self._child_slots = threading.Semaphore(max_children)
         self._guard = threading.Lock()
         self._children: list[_ChildProcess] = []
         self._idle_children: list[_ChildProcess] = []
@@ -115,7 +115,7 @@ class SubprocessStore(ParallelStore):
     @contextmanager
     def _lease_child(self, operation: str) -> Iterator[_ChildProcess]:
         """Yield a child for one operation; a child that is alive afterwards is idle again."""
-        if not self._free_children.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
+        if not self._child_slots.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
             raise self._deadline.exceeded_error(operation)
         try:
             self._deadline.check(operation)
@@ -138,7 +138,7 @@ class SubprocessStore(ParallelStore):
                     if child.is_alive and not self._is_closed:
                         self._idle_children.append(child)
         finally:
-            self._free_children.release()
+            self._child_slots.release()
 
 
 class _ChildProcess:
@@ -179,12 +179,12 @@ class _ChildProcess:
     ) -> Any:
         """Return the child's answer, or raise the store's error.
 
-        Each of the `pieces` is one message; an empty message ends them.
+        Each piece is sent as one message; an empty message follows the last piece.
 
         Raises:
             DeadlineExceeded: no answer in time; the child was killed.
             StoreUnavailable: the child died.
-            RuntimeError: the store raised any other kind of error than a store error.
+            RuntimeError: the store raised an error that is not a store error.
         """
         timer = threading.Timer(min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX), self.kill)
         timer.daemon = True

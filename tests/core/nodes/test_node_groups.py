@@ -91,7 +91,7 @@ def join_parts(store: MemoryStore, first: Files, *nodes: int, **options: object)
     """Merge the parts of nodes with the files of node 0; return the files of the checkpoint."""
     metadata = CheckpointMetadata(attempt=2, term=TERM, write_id="w", created_at="")
     manifest = Manifest(**send_files(store, SAVE, MemoryFiles(first), reuse=ReusableBytes()), metadata=metadata)
-    fields = {"lost_nodes": dict, **options}
+    fields = {"get_lost_nodes": dict, **options}
     expected = ExpectedParts(NODES, TERM, nodes, make_expired_deadline, **fields)  # type: ignore[arg-type]  # one field
     return load_files(store, merge_parts(store, expected, manifest))
 
@@ -120,7 +120,7 @@ def test_a_save_without_the_part_of_a_node_says_which_one_and_why() -> None:
     with pytest.raises(PartMissing, match="node 2, 3 did not add its part in time"):
         join_parts(store, {"a": b""}, 1, 2, 3)
     with pytest.raises(PartMissing, match="node 2 is gone"):
-        join_parts(store, {"a": b""}, 1, 2, lost_nodes=lambda: {2: "is gone", 1: "is gone too, and its part is there"})
+        join_parts(store, {"a": b""}, 1, 2, get_lost_nodes=lambda: {2: "is gone", 1: "is gone, but its part is there"})
     send_part_failure(store, SAVE, (NODES, 2, TERM), "its disk is full")
     with pytest.raises(PartMissing, match="node 2 cannot add its part: its disk is full"):
         join_parts(store, {"a": b""}, 1, 2)
@@ -201,7 +201,7 @@ MUTANTS = {
     ),
     "the last file of a name counts": Mutant(
         merge_different_bytes,
-        {commit._merge_manifests: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}},
+        {commit._add_parts_to_manifest: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}},
     ),
 }
 

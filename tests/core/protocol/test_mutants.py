@@ -193,7 +193,7 @@ MUTANTS = {
         },
     ),
     "no digest check": Mutant(
-        flip_every_blob, {manifest._read_verified: {"if actual != target.chunk.digest:": "if False:"}}
+        flip_every_blob, {manifest._read_and_verify: {"if actual != placed.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
         interleave_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}

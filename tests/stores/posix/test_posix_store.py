@@ -32,7 +32,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.staging import replace_file
-from prefect_tune.stores.posix_store import UNSUPPORTED, FileSystemCalls, PosixStore, make_root
+from prefect_tune.stores.posix_store import UNSUPPORTED_ERRNOS, FileSystemCalls, PosixStore, make_root
 from tests.fakes.servers.processes import wait_until_mounted
 from tests.stores.contract import StoreContract
 
@@ -375,7 +375,7 @@ def test_what_the_user_may_not_do_is_refused_and_never_taken_for_absence(tmp_pat
     assert process.stdout.strip() == "all refused", process.stderr
 
 
-UNSUPPORTED_ERRNOS = sorted(UNSUPPORTED)
+UNSUPPORTED_NUMBERS = sorted(UNSUPPORTED_ERRNOS)
 NEEDED_CALLS = {
     "create": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
     "put": ["open_root", "open_folder", "create_file", "write", "fsync", "link", "mkdir", "fstat"],
@@ -428,7 +428,7 @@ def _run_to_error(root: Path, operation: str, calls: FileSystemCalls) -> TuneErr
 def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(
     tmp_path: Path, operation: str, call: str
 ) -> None:
-    for number in UNSUPPORTED_ERRNOS:
+    for number in UNSUPPORTED_NUMBERS:
         calls = FailingCall(call, number)
         error = _run_to_error(tmp_path / "root", operation, calls)
         assert type(error) is StoreRefused, f"{call} {errno.errorcode[number]}: {error!r}"
@@ -438,7 +438,7 @@ def test_what_a_file_system_cannot_do_is_answered_at_once_with_the_reason(
 
 
 @pytest.mark.parametrize("operation", ["create", "put"])
-@pytest.mark.parametrize("number", [*UNSUPPORTED_ERRNOS, errno.EPERM])
+@pytest.mark.parametrize("number", [*UNSUPPORTED_NUMBERS, errno.EPERM])
 def test_a_file_system_without_hard_links_is_told_as_that(tmp_path: Path, operation: str, number: int) -> None:
     error = _run_to_error(tmp_path / "root", operation, FailingCall("link", number))
     assert type(error) is StoreRefused
@@ -461,7 +461,7 @@ def test_an_input_output_error_of_one_link_is_no_answer(tmp_path: Path) -> None:
     assert list((tmp_path / "root" / ".tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [number for number in UNSUPPORTED_ERRNOS if number != errno.ENOTTY])
+@pytest.mark.parametrize("number", [number for number in UNSUPPORTED_NUMBERS if number != errno.ENOTTY])
 def test_a_folder_that_has_nothing_to_sync_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

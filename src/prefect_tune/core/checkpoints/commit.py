@@ -34,7 +34,7 @@ A part is not a checkpoint: readers ignore it, and it is deleted with its attemp
 term, the step and the sequence of its save. Node 0 sends these values when it requests the parts, after the previous
 commit. No garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
 
-Never: create a manifest before the last part; use a part of another attempt, owner or save, or one with unseen blobs.
+Never: create a manifest before the last part; use a part of another attempt, owner or save, or with unseen blobs.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SaveResult:
     manifest: Manifest
     sent_bytes: int
     damaged_blobs: Mapping[str, str] = field(default_factory=dict)
-    """By path, the damage of blobs that were read back; these are not reused: their bytes were sent again."""
+    """The damage of each damaged blob, by path. These blobs are not reused: their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ def commit_checkpoint(
     _, metadata = seal_and_read_back(metadata)
     batches = list(pack_ranges(split_files(source.files)))
     groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
-    uploaded = _collect_sizes(groups)
-    manifest = Manifest(**_layout_fields(key, source, groups), metadata=metadata)
+    uploaded = _collect_sent_sizes(groups)
+    manifest = Manifest(**_make_layout_fields(key, source, groups), metadata=metadata)
     unverified: dict[str, FailedBlob] = {}
     if reverification is not None:
         due_reads = _select_due_reads(manifest, reuse, reverification)
@@ -191,8 +191,8 @@ def commit_checkpoint(
         affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
         replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))
         groups = [*compress(groups, map(not_, affected)), *replaced]
-        uploaded |= _collect_sizes(groups)
-        manifest = Manifest(**_layout_fields(key, source, groups), metadata=metadata)
+        uploaded |= _collect_sent_sizes(groups)
+        manifest = Manifest(**_make_layout_fields(key, source, groups), metadata=metadata)
     source.require_unchanged()
     require_stored(store, key.trial.blobs_folder, uploaded)
     stored = publish_manifest(store, key, finalize_manifest(manifest) if finalize_manifest else manifest)
@@ -230,7 +230,7 @@ def _store_group(
     return _StoredGroup(tuple(chunks), uploaded)
 
 
-def _collect_sizes(groups: Iterable[_StoredGroup]) -> dict[str, int]:
+def _collect_sent_sizes(groups: Iterable[_StoredGroup]) -> dict[str, int]:
     return dict(group.uploaded for group in groups if group.uploaded)
 
 
@@ -253,7 +253,7 @@ def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int])
             )
 
 
-def _layout_fields(key: CheckpointKey, source: StagedDirectory, groups: Iterable[_StoredGroup]) -> dict[str, Any]:
+def _make_layout_fields(key: CheckpointKey, source: StagedDirectory, groups: Iterable[_StoredGroup]) -> dict[str, Any]:
     """Return the fields of `FileLayout`."""
     blob_index: dict[str, int] = {}
     refs: list[BlobRef] = []
@@ -295,11 +295,11 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
     return manifest
 
 
-# Read each reused blob back once in a fixed number of commits, so that no blob is reused forever by its size alone.
+# Read each reused blob back once in a fixed number of commits, so that no blob is reused forever on its size alone.
 #
 # A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
 # checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
-# first commit. After that, each commit verifies a rotating share of the blobs in common with the previous checkpoint,
+# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint has too,
 # and all other reused blobs: these are from an interrupted save, or hold older content that was saved again.
 
 _HASH_DIGITS = 8
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due; this save or an earlier try of it sent all other blobs."""
+    """Return the reads of the reused blobs that are due; all other blobs were sent by this save or an earlier try."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -384,8 +384,8 @@ class ExpectedParts:
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]
-    """Called when node 0 has sent its files. It returns a function that waits briefly, and returns False if late."""
-    lost_nodes: Callable[[], Mapping[int, Reason]]
+    """Called when node 0 has sent its files. It returns a function that waits briefly; False means too late."""
+    get_lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 
 
@@ -403,8 +403,8 @@ def send_files(store: ObjectStore, key: CheckpointKey, source: StagedDirectory, 
     batches = pack_ranges(split_files(source.files))
     groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs_folder, _collect_sizes(groups))
-    return _layout_fields(key, source, groups)
+    require_stored(store, key.trial.blobs_folder, _collect_sent_sizes(groups))
+    return _make_layout_fields(key, source, groups)
 
 
 def send_part(
@@ -446,13 +446,13 @@ def merge_parts(store: ObjectStore, wanted: ExpectedParts, manifest: Manifest) -
             if (part := _read_part(store, manifest.key, wanted, node)) is not None:
                 parts[node] = part
         pending = [node for node in missing if node not in parts]
-        if lost_nodes := {node: reason for node, reason in wanted.lost_nodes().items() if node in pending}:
-            raise PartMissing("; ".join(f"node {node} {reason}" for node, reason in lost_nodes.items()))
+        if lost := {node: reason for node, reason in wanted.get_lost_nodes().items() if node in pending}:
+            raise PartMissing("; ".join(f"node {node} {reason}" for node, reason in lost.items()))
         if pending and not wait():
             raise PartMissing(f"node {', '.join(map(str, pending))} did not add its part in time")
     sizes = {part.blob_path(index): blob.size_bytes for part in parts.values() for index, blob in enumerate(part.blobs)}
     require_stored(store, manifest.key.trial.blobs_folder, sizes)
-    return _merge_manifests(manifest, [parts[node] for node in sorted(parts)])
+    return _add_parts_to_manifest(manifest, [parts[node] for node in sorted(parts)])
 
 
 def _read_part(store: ObjectStore, key: CheckpointKey, wanted: ExpectedParts, node: int) -> StoredPart | None:
@@ -468,7 +468,7 @@ def _read_part(store: ObjectStore, key: CheckpointKey, wanted: ExpectedParts, no
     return part
 
 
-def _merge_manifests(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
+def _add_parts_to_manifest(manifest: Manifest, parts: Sequence[StoredPart]) -> Manifest:
     blobs: dict[BlobRef, int] = {blob: index for index, blob in enumerate(manifest.blobs)}
     files = {file.path: (0, file) for file in manifest.files}
     empty = set(manifest.empty_directories)

@@ -75,7 +75,7 @@ class StagedDirectory(Protocol):
     def require_unchanged(self) -> None:
         """Raise `StagedFilesChanged` if a file was written, added, replaced or removed since the listing.
 
-        Otherwise all reads saw the same state.
+        If it raises no error, all reads saw the same state.
         """
 
 
@@ -219,7 +219,7 @@ class FileLayout(Value):
 
 
 class Manifest(FileLayout, Document):
-    """A committed checkpoint: its metadata (`metadata`) and its contents."""
+    """A committed checkpoint: its files, and its `metadata`."""
 
     format: Literal["prefect-tune/checkpoint"] = "prefect-tune/checkpoint"
     version: Literal[3] = 3
@@ -244,7 +244,7 @@ class NullSink:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkTarget:
+class _PlacedChunk:
     """A chunk, and the file and offset to which it is restored."""
 
     file: int
@@ -257,7 +257,7 @@ class RangeRead:
     """One request: neighboring chunks of one blob."""
 
     blob: int
-    chunks: tuple[_ChunkTarget, ...]
+    chunks: tuple[_PlacedChunk, ...]
 
     @property
     def start(self) -> int:
@@ -265,7 +265,7 @@ class RangeRead:
 
     @property
     def length(self) -> int:
-        return max(target.chunk.offset + target.chunk.length for target in self.chunks) - self.start
+        return max(placed.chunk.offset + placed.chunk.length for placed in self.chunks) - self.start
 
 
 def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
@@ -274,21 +274,21 @@ def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
     Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is at most
     `BLOB_BYTES` long, or one chunk, so that blob sizes in a foreign manifest cannot determine the memory used here.
     """
-    chunks_of_blob: dict[int, list[_ChunkTarget]] = {}
+    chunks_of_blob: dict[int, list[_PlacedChunk]] = {}
     for index, file in enumerate(manifest.files):
         for offset, chunk in file.chunks_with_offset():
-            chunks_of_blob.setdefault(chunk.blob, []).append(_ChunkTarget(index, offset, chunk))
+            chunks_of_blob.setdefault(chunk.blob, []).append(_PlacedChunk(index, offset, chunk))
     for blob, chunks in chunks_of_blob.items():
-        targets: list[_ChunkTarget] = []
+        batch: list[_PlacedChunk] = []
         end = 0
-        for target in sorted(chunks, key=lambda target: target.chunk.offset):
-            chunk_end = target.chunk.offset + target.chunk.length
-            if targets and (target.chunk.offset > end or chunk_end - targets[0].chunk.offset > BLOB_BYTES):
-                yield RangeRead(blob, tuple(targets))
-                targets, end = [], 0
-            targets.append(target)
+        for placed in sorted(chunks, key=lambda placed: placed.chunk.offset):
+            chunk_end = placed.chunk.offset + placed.chunk.length
+            if batch and (placed.chunk.offset > end or chunk_end - batch[0].chunk.offset > BLOB_BYTES):
+                yield RangeRead(blob, tuple(batch))
+                batch, end = [], 0
+            batch.append(placed)
             end = max(end, chunk_end)
-        yield RangeRead(blob, tuple(targets))
+        yield RangeRead(blob, tuple(batch))
 
 
 def fetch_chunks(store: ObjectStore, manifest: Manifest, read: RangeRead, sink: FileSink) -> None:
@@ -300,15 +300,15 @@ def fetch_chunks(store: ObjectStore, manifest: Manifest, read: RangeRead, sink: 
         CheckpointCorrupt: bytes are missing or differ from their digest.
     """
     try:
-        data = _read_verified(store, manifest, read)
+        data = _read_and_verify(store, manifest, read)
     except CheckpointCorrupt:
-        data = _read_verified(store, manifest, read)
-    for target in read.chunks:
-        start = target.chunk.offset - read.start
-        sink.write(target.file, target.offset, data[start : start + target.chunk.length])
+        data = _read_and_verify(store, manifest, read)
+    for placed in read.chunks:
+        start = placed.chunk.offset - read.start
+        sink.write(placed.file, placed.offset, data[start : start + placed.chunk.length])
 
 
-def _read_verified(store: ObjectStore, manifest: Manifest, read: RangeRead) -> memoryview:
+def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) -> memoryview:
     path = manifest.blob_path(read.blob)
     try:
         data = memoryview(store.read(path, offset=read.start, length=read.length))
@@ -316,14 +316,14 @@ def _read_verified(store: ObjectStore, manifest: Manifest, read: RangeRead) -> m
         raise CheckpointCorrupt(f"{path}: {read.length} bytes at {read.start} are missing: no such blob") from missing
     if len(data) != read.length:
         raise CheckpointCorrupt(f"{path}: expected {read.length} bytes at {read.start}, found {len(data)}")
-    for target in read.chunks:
-        start = target.chunk.offset - read.start
-        actual = digest_of(data[start : start + target.chunk.length])
-        if actual != target.chunk.digest:
-            name = manifest.files[target.file].path
+    for placed in read.chunks:
+        start = placed.chunk.offset - read.start
+        actual = digest_of(data[start : start + placed.chunk.length])
+        if actual != placed.chunk.digest:
+            name = manifest.files[placed.file].path
             raise CheckpointCorrupt(
-                f"{name!r} in {path} at {target.chunk.offset}: expected blake3 {target.chunk.digest[:12]}…, "
-                f"found {actual[:12]}… ({target.chunk.length} bytes)"
+                f"{name!r} in {path} at {placed.chunk.offset}: expected blake3 {placed.chunk.digest[:12]}…, "
+                f"found {actual[:12]}… ({placed.chunk.length} bytes)"
             )
     return data
 
@@ -333,7 +333,7 @@ def _read_verified(store: ObjectStore, manifest: Manifest, read: RangeRead) -> m
 # The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists:
 # otherwise a slow writer could create a version with a freed number, and its change would be lost.
 
-_MAX_TRIES = 1000  # another writer succeeds in each lost race; the store's timeout ends the loop earlier
+_MAX_TRIES = 1000  # a try fails only if another writer succeeds; the store's timeout ends the loop earlier
 
 
 class _MetadataVersion(Document):
@@ -360,7 +360,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
 
 def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
     """Return the newest version in `folder`; None if there is none. Raise `CheckpointCorrupt` if it is altered."""
-    newest = _read_newest_revision(store, folder)
+    newest = _read_newest_version(store, folder)
     return dict(newest[1].metadata) if newest else None
 
 
@@ -374,16 +374,16 @@ def revise_metadata(
 ) -> dict[str, object]:
     """Add and return a version: the result of `change` for the newest version, or for `initial` if there is none.
 
-    When two writers race, no change is lost: the second change is applied to the version with the first. `change` may
+    When two writers race, no change is lost: the second change is applied to the result of the first. `change` may
     be called several times, and must be idempotent.
 
     Raises:
-        CommitUnknown: the target did not say whether it wrote, twice.
+        CommitUnknown: in two tries, the target did not say whether it wrote.
         StoreUnavailable: other writers were faster 1000 times.
     """
     first_error: CommitUnknown | None = None
     for _ in range(_MAX_TRIES):
-        newest = _read_newest_revision(store, folder)
+        newest = _read_newest_version(store, folder)
         if newest and newest[1].write_id == write_id:
             return dict(newest[1].metadata)
         latest, current = (newest[0], newest[1].metadata) if newest else (0, initial)
@@ -401,7 +401,7 @@ def revise_metadata(
     raise StoreUnavailable(f"{folder}: {_MAX_TRIES} other writers were faster; try again")
 
 
-def _read_newest_revision(store: ObjectStore, folder: str) -> tuple[int, _MetadataVersion] | None:
+def _read_newest_version(store: ObjectStore, folder: str) -> tuple[int, _MetadataVersion] | None:
     number = max((document_number(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
     newest = read_sealed(store, _MetadataVersion, document_path(folder, number), CheckpointCorrupt) if number else None
     # A listing may be older than the store.

@@ -33,7 +33,7 @@ class Document(Value):
     format: str
     version: int
     upgrades: ClassVar[Mapping[int, Upgrade]] = {}
-    """By version, the upgrade to the next version, for each older version that can still be read."""
+    """For each older version that can still be read, the upgrade to the next version."""
     oldest_version: ClassVar[int]
     current_version: ClassVar[int]
 
@@ -101,7 +101,7 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
-    For a folder whose writer deletes the previous document: if a listed document is missing, a newer document exists.
+    The writer of the folder deletes older documents, so a listed document may be missing; then a newer one exists.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
@@ -127,7 +127,7 @@ def unseal(model: type[_Model], data: Buffer, where: str, error: type[Exception]
 def verify_document(
     model: type[Document], data: Buffer, where: str, error: type[Exception]
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the verified JSON of a sealed `model` in its own version without the digest, decoded and as bytes.
+    """Verify a sealed `model`; return its JSON in the stored version, without the digest, decoded and as bytes.
 
     The fields are not checked. A newer version is reported before the digest is checked: a newer release may seal
     documents differently, and such a document must not be reported as damaged.
@@ -191,7 +191,7 @@ def _encode_value(value: Value) -> tuple[bytes, bytes]:
 
 
 def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
-    """Return a document as canonical JSON without its digest, and with it; the keys are sorted in both."""
+    """Return a document as canonical JSON twice, without and with its digest; the keys are sorted in both."""
 
     def join_members(*parts: bytes) -> bytes:
         return b"{" + b",".join(filter(None, parts)) + b"}"

@@ -12,8 +12,8 @@ is final when the marker of generation N + 1 exists, and deletes objects only af
   keys.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
   it checks *after* creating an entry that the journal's first entry exists: a deletion deletes this entry first. If it
-  exists, no deletion had begun, so the conditional create has fenced off earlier owners: see `journal`.
-- **A late run** that looks up its experiment by name for each write is refused: the marker names it.
+  exists, no deletion had begun, and the conditional create has fenced off earlier owners: see `journal`.
+- **A late run** that looks up its experiment by name for each write is refused: the marker names the run.
 - **Garbage**: everything in the folder of an ended generation. This deletion, a later one or maintenance collects it.
 
 Never: delete an object before the marker exists, or an object of the current generation; treat a generation as ended
@@ -48,7 +48,7 @@ class GenerationMarker(Document):
 
 
 class UnnamedCall(Document):
-    """Identifies the call, in a flow run and without an experiment name, to which this experiment belongs."""
+    """Identifies the call to which this experiment belongs: a call in a flow run that gave no experiment name."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1
@@ -105,7 +105,7 @@ def is_generation_deleted(store: ObjectStore, journal: JournalKey) -> bool:
 
 
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
-    """Raise Superseded if the generation of the journal has ended. One listing, and a read before raising."""
+    """Raise Superseded if the generation of the journal has ended. Makes one listing, and one read before it raises."""
     if is_generation_deleted(store, journal):
         by = ""
         with suppress(TuneError):  # for the message only: a later deletion may have deleted the marker
@@ -127,7 +127,7 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # a missing marker means that this generation has ended, too
+    return marker.writers if marker else ()  # a missing marker means that this generation has also ended
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
@@ -152,7 +152,7 @@ def list_earlier_objects(store: ObjectStore, experiment: str, generation: Genera
     if generation == 1:
         return ()
     items = store.list(validate_name(experiment))
-    return [item for item in items if (_generation_of(item.path) or generation) < generation]
+    return [item for item in items if (_parse_generation(item.path) or generation) < generation]
 
 
 def delete_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
@@ -165,8 +165,8 @@ def delete_earlier_objects(store: ObjectStore, experiment: str, generation: Gene
     return earlier_objects
 
 
-def _generation_of(path: str) -> Generation | None:
-    """Return the generation of an object of an experiment, or of a marker; None for a foreign file."""
+def _parse_generation(path: str) -> Generation | None:
+    """Return the generation to which the object or marker at `path` belongs; None for a foreign file."""
     experiment, _, inner = path.partition("/")
     first, _, rest = inner.partition("/")
     if first == _MARKER_FOLDER and "/" not in rest:
@@ -221,7 +221,7 @@ def _find_current_generations(paths: Iterable[str]) -> dict[str, Generation]:
             continue
         generations.setdefault(name, 1)
         if inner.startswith(f"{_MARKER_FOLDER}/"):
-            generations[name] = max(generations[name], _generation_of(path) or 1)
+            generations[name] = max(generations[name], _parse_generation(path) or 1)
     return generations
 
 
@@ -230,7 +230,7 @@ def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
     existing = set(paths)
     current = _find_current_generations(existing)
     paths_by_name = ((path.partition("/")[0], path) for path in existing if "/" in path)
-    return sorted({name for name, path in paths_by_name if (_generation_of(path) or current[name]) < current[name]})
+    return sorted({name for name, path in paths_by_name if (_parse_generation(path) or current[name]) < current[name]})
 
 
 def no_experiment_message(store: ObjectStore, name: str, uri: str) -> str:

@@ -91,7 +91,7 @@ class JournalKey(Value):
         return f"{self.folder}/live"
 
     def request_path(self, number: int) -> str:
-        """Return the path of stop request `number` (from 1) of another process to the experiment."""
+        """Return the path of stop request `number` (from 1), which another process sends to the experiment."""
         return document_path(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
@@ -172,7 +172,7 @@ def join_uri(root_uri: str, folder: str) -> str:
 
 
 class CheckpointOrigin(Value):
-    """The original of a cloned checkpoint, in another trial of the experiment. A clone uses its manifest and bytes."""
+    """The original of a cloned checkpoint, in another trial. A clone uses the original's manifest and bytes."""
 
     trial: TrialId
     step: int
@@ -218,7 +218,7 @@ class TrialKey(Value):
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
-        """Return the path of the reply to an attempt that waits at `step`; step 0 is for an unsolicited message."""
+        """Return the path of the answer to an attempt that waits at `step`; step 0 is for an unsolicited answer."""
         return f"{self.answers_folder}/{attempt:06d}-{_pad_number(step)}.json"
 
     def post_path(self, outbox: int, post: int) -> str:

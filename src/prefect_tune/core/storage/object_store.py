@@ -66,9 +66,9 @@ class ListedObject:
 class ObjectStore(Protocol):
     """Objects at relative, normalized, `/`-separated paths; only `replace` and `delete` change an existing object.
 
-    Every method returns within the store's timeout, or raises `StoreUnavailable` (transient; after its subclass
-    `DeadlineExceeded` no request is left running) or `StoreRefused` (credentials, permission, bucket: a retry does not
-    help). A store makes no decisions; the only retries are those of its client, within the timeout.
+    Every method returns within the store's timeout, or raises `StoreUnavailable` (a retry may help) or `StoreRefused`
+    (credentials, permission, bucket: no retry helps). `DeadlineExceeded` is a `StoreUnavailable` after which no request
+    is left running. A store makes no decisions; the only retries are those of its client, within the timeout.
     Methods may be called from several threads at once.
     """
 
@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until the write ends, readers see the former object; without `conditional_create`, they may see none. A retry
+        Until the write ends, readers see the previous object; without `conditional_create`, they may see none. A retry
         iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
 

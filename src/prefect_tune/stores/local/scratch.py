@@ -51,7 +51,7 @@ def make_user_folder(base: str | None = None) -> Path:
     to it.
 
     Raises:
-        StoreRefused: another user or a file has this name, or the file system stores no owners or modes.
+        StoreRefused: a file or another user's folder has this name, or the file system stores no owners or modes.
     """
     user = os.geteuid()
     folder = Path(base or tempfile.gettempdir(), f"prefect-tune-{user}")
@@ -67,7 +67,7 @@ def make_user_folder(base: str | None = None) -> Path:
 
 
 def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timedelta) -> None:
-    """Remove each directory in `folder` whose lock file `<name>.lock` is free and unchanged for `unused_for`.
+    """Remove each directory in `folder` whose lock file `<name>.lock` is free and has not changed for `unused_for`.
 
     `names` is a pattern of the directories' names. A lock file whose directory is missing is removed too.
     """
@@ -163,7 +163,7 @@ def _make_short_link(folder: Path) -> Path | None:
 
 
 def _machine_digest() -> str:
-    """Return eight characters that identify this machine; its host name may have 64 characters."""
+    """Return eight characters that identify this machine: its host name may be too long for a socket's path."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
+    One of several concurrent readers fetches, and the others wait. If it fails or is killed, another reader fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.

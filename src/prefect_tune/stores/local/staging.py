@@ -57,7 +57,7 @@ class StagedFiles:
         Raises:
             InvalidInput: it is not a directory, or has an entry that cannot be read here or restored elsewhere (a link
                 to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
-            StagedFilesChanged: a file was deleted meanwhile.
+            StagedFilesChanged: a file was deleted during the listing.
         """
         self.directory = directory
         if not directory.is_dir():
@@ -99,8 +99,8 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
     return dict(sorted(files.items())), tuple(sorted(empty_directories))
 
 
-_READ_ERRORS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""Errors of a file: an attempt on another machine would raise them too."""
+_READ_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
+"""Error numbers of a file that an attempt on another machine could not read either."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
 """Limits of a path within a checkpoint: the path after a restore is longer, and Linux's limit is 4,095 bytes."""
 _SHOWN_CHARACTERS = 200
@@ -108,7 +108,7 @@ _SHOWN_CHARACTERS = 200
 
 @contextmanager
 def raising_read_errors(directory: Path) -> Iterator[None]:
-    """Convert errors of files below `directory` to the user's errors, with the path.
+    """Convert system errors of files below `directory` to errors for the user, which name the path.
 
     Raises:
         InvalidInput: an entry cannot be read.
@@ -119,7 +119,7 @@ def raising_read_errors(directory: Path) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as gone:
         raise StagedFilesChanged(f"{gone.filename}: deleted while it was being saved") from gone
     except OSError as error:
-        if error.errno in _READ_ERRORS:
+        if error.errno in _READ_ERRNOS:
             raise InvalidInput(
                 f"{_shorten_path(str(error.filename or directory))}: cannot be read or saved: {error.strerror}"
             ) from error
@@ -226,7 +226,7 @@ def _write_range(path: str, offset: int, data: memoryview) -> None:
 
 @contextmanager
 def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[DirectorySink]:
-    """Yield a sink for the files of `manifest`; at the end of the block rename their directory to `destination`.
+    """Yield a sink for the files of `manifest`; at the end of the block, rename their directory to `destination`.
 
     Raises:
         InvalidInput: the path of a file or folder is too long for the file system.
@@ -259,7 +259,7 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
             Path(path).chmod(mode)
 
 
-# A checkpoint of a target in a new local directory, or in memory.
+# Download a checkpoint into a new local directory, or read its files into memory.
 
 METADATA_FILE = ".metadata.json"
 """The metadata file of a plain directory; Ray's checkpoints use the same name."""
@@ -269,8 +269,8 @@ _READ_BYTES = 16 * 1024 * 1024
 def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
     """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
 
-    `folder` has the versions that were written after the commit. If they are damaged, the copy lacks them, with a
-    warning: its files are complete.
+    `folder` has the versions that were written after the commit. If they are damaged, warn and return
+    None: the copy lacks them, but its other files are complete.
     """
     try:
         metadata = read_newest_metadata(store, folder)
@@ -283,7 +283,7 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
 
 
 def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file, which replaces a committed metadata file and has no blob."""
+    """Return `manifest` with `metadata` as its last file: without a blob, and instead of a committed metadata file."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
@@ -320,7 +320,7 @@ def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str,
 
 
 def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
-    """Return the verified bytes of `file`: a file of `manifest`, or some of such a file's chunks."""
+    """Return the verified bytes of `file`: a file of `manifest`, or a reference to some chunks of one."""
     sink = _MemorySink(file.size_bytes)
     restore_files(store, manifest.model_copy(update={"files": (file,)}), sink)
     return sink.data
@@ -335,7 +335,7 @@ class _MemorySink:
 
 
 def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
-    """Return the metadata in the bytes of a `.metadata.json`; raise `CheckpointCorrupt` if it is no JSON object."""
+    """Return the metadata in the bytes of a `.metadata.json`; raise `CheckpointCorrupt` if it is not a JSON object."""
     try:
         metadata = json.loads(data)
     except ValueError as unreadable:
@@ -424,7 +424,7 @@ def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "
 def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
     """Return whether `listed` is an empty object `folder/`, with which some clients mark a folder.
 
-    If the listing omits the slash, an object exists under an empty file's listed name, but not under a marker's.
+    A listing may omit the slash. Then there is no object with the listed name; for an empty file, there is one.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
