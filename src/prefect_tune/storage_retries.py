@@ -121,14 +121,14 @@ def with_retries(
 ) -> _Out:
     """Return `act()`, retried like a task; for work that is too small for a task run. Log lines begin with `work`."""
     default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_RETRIES]
-    for seconds in default_pauses if pauses_seconds is None else pauses_seconds:
+    for pause_seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
             return act()
         except Exception as error:
             if is_retried(error) and not is_work_abandoned():
-                pause_seconds = seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-                run_log().warning("%sretrying in %.1f s: %s", work, pause_seconds, str(error) or type(error).__name__)
-                _pause(pause_seconds)
+                seconds = pause_seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
+                run_log().warning("%sretrying in %.1f s: %s", work, seconds, str(error) or type(error).__name__)
+                _pause(seconds)
                 continue
             raise
     return act()
