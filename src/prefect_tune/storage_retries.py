@@ -103,7 +103,7 @@ def should_retry_with_refusals(_task: Task[..., object], _task_run: TaskRun, sta
 
 
 def should_retry_if_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `should_retry`, but never retry `StoreRefused`: for a run's first task, when the target may be wrong."""
+    """Retry condition that retries only `StoreUnavailable`: for a flow run's first task, which tests the target."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_work_abandoned()
 
 

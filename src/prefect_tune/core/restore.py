@@ -207,7 +207,7 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    The attempts are the running ones without an outbox: for a new owner, of all trials; otherwise, of `trials`. Of each
+    These attempts run without an outbox. They belong to `trials`, or to all trials if a new owner adopts. Of each
     attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
     the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
     is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before

@@ -216,7 +216,7 @@ class TargetFolder:
                     fetch_plain_directory(store, self.folder, destination, excluded_folder=versions, metadata=metadata)
 
             yield DirectoryContent(
-                # A plain directory may change: its bytes are known to be the same only for one `token`.
+                # A plain directory may change, so only calls with the same `token` share its copy.
                 hashlib.blake2b(seal(manifest), digest_size=16).hexdigest() if manifest else token,
                 self.name,
                 fetch,
@@ -275,7 +275,7 @@ class TargetFolder:
         return CheckpointKey(trial=trial, step=int(match["step"]), sequence=int(match["sequence"]))
 
     def _metadata_folder(self, manifest: Manifest | None) -> str:
-        """Return the folder with the versions of the metadata: a plain directory has a hidden subfolder for them."""
+        """Return the folder with the versions of the metadata; a plain directory has a hidden subfolder for them."""
         key = self._parse_checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 

@@ -47,7 +47,6 @@ class Deadline:
 
 
 # A named lock among the threads of this process, for creates on a target without conditional create.
-#
 # It does not lock out other processes: such a target supports one writer process only.
 
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()

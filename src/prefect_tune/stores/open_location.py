@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # A local folder as a target that is only read. It needs no block, so Prefect is not imported, which takes a second.
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
-"""The reference of a saved block: 'block-type/name'."""
+"""A reference to a saved block: 'block-type/name'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ _TRANSIENT_REASONS: Mapping[int, str] = MappingProxyType(
     }
 )
 
-_UNLINKED_ERRNOS = (_DISK_FULL_ERRNOS | UNSUPPORTED_ERRNOS | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
+_NO_LINK_ERRNOS = (_DISK_FULL_ERRNOS | UNSUPPORTED_ERRNOS | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
 """Error numbers that prove that a link was not made."""
 
 
@@ -497,7 +497,7 @@ class PosixStore(ParallelStore):
         try:
             self._link_file(temp, name, folder)
         except OSError as error:
-            if error.errno in _UNLINKED_ERRNOS:
+            if error.errno in _NO_LINK_ERRNOS:
                 raise
             try:  # the link may exist although the call failed: NFS can lose a reply
                 existing = self._stat_or_none(folder, name)

@@ -299,7 +299,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
 #
 # A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
 # checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
-# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint has too,
+# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses,
 # and all other reused blobs: these are from an interrupted save, or hold older content that was saved again.
 
 _HASH_DIGITS = 8
@@ -384,7 +384,7 @@ class ExpectedParts:
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]
-    """Called when node 0 has sent its files. It returns a function that waits briefly; False means too late."""
+    """Called when node 0 has sent its files. Returns a function that waits briefly, and returns False if too late."""
     get_lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 

@@ -48,7 +48,7 @@ class GenerationMarker(Document):
 
 
 class UnnamedCall(Document):
-    """Identifies the call to which this experiment belongs: a call in a flow run that gave no experiment name."""
+    """Identifies the call in a flow run to which this experiment belongs. The call gave no experiment name."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1

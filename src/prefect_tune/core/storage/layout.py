@@ -1,4 +1,4 @@
-"""The paths of all objects below a target's root. `docs/storage-layout.md` is the page for users.
+"""The paths of all objects below a target's root. `docs/storage-layout.md` describes each object.
 
 <experiment>/generations/0000000002.json
 <experiment>/<generation>/unnamed-call.json
@@ -18,8 +18,7 @@
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
-The page describes each object. `generations` finds the current generation of a name. Each key contains the generation,
-and all paths are made from keys.
+`generations` finds the current generation of a name. All paths are made from keys, and each key holds the generation.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from prefect_tune.core.values import Digest, TrialId, Value, validate_name
 if TYPE_CHECKING:
     from prefect_tune.core.journal_events import CheckpointRef
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 _DIGIT_COUNT = 10
 _NUMBERED = re.compile(r"[0-9]{10}(-[0-9]{10})?\.(json|parquet)")
 
@@ -288,7 +287,7 @@ class CheckpointKey(Value):
 
     @property
     def manifest_path(self) -> str:
-        return f"{self.folder}/{MANIFEST}"
+        return f"{self.folder}/{MANIFEST_FILE}"
 
     @property
     def metadata_folder(self) -> str:
@@ -298,7 +297,7 @@ class CheckpointKey(Value):
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
         """Return the key whose manifest is stored at `path`; None for a foreign file."""
-        name = path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST}")
+        name = path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST_FILE}")
         step, _, sequence = name.partition("-")
         if not (step.isdecimal() and sequence.isdecimal()):
             return None

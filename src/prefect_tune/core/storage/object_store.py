@@ -99,8 +99,8 @@ class ObjectStore(Protocol):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until the write ends, readers see the previous object; without `conditional_create`, they may see none. A retry
-        iterates over `pieces` again. Only a few pieces are in memory at a time.
+        Until the write ends, readers see the previous object; without `conditional_create`, they may see none.
+        A retry iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
 
     def read(self, path: str, *, offset: int = 0, length: int | None = None) -> Buffer:

@@ -283,7 +283,7 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
 
 
 def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file: without a blob, and instead of a committed metadata file."""
+    """Return `manifest` with `metadata` as its last file, which replaces a committed metadata file and has no blob."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
