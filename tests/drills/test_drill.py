@@ -36,7 +36,7 @@ from prefect_tune.drills.probe import RunPlan, collect_states
 from prefect_tune.drills.run_drill import (
     Drill,
     RunProgress,
-    read_last_output,
+    read_output_tail,
     render_cells,
     require_importable,
     run_drill,
@@ -132,11 +132,11 @@ def test_a_run_that_fails_is_reported_with_its_last_output(prefect_server: str, 
 def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path) -> None:
     log = tmp_path / "output.log"
     log.write_text("KeyError: 'cause'\n\x1b[31m11:06 | ERROR   | wandb\x1b[0m\n")
-    assert read_last_output(log) == "KeyError: 'cause'\n11:06 | ERROR   | wandb"
+    assert read_output_tail(log) == "KeyError: 'cause'\n11:06 | ERROR   | wandb"
     log.write_text("x" * 3000 + "\nlast\n\x1b[31m11:06 | ERROR   | attempt 1 failed\x1b[0m\nTraceback\n")
-    assert read_last_output(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
+    assert read_output_tail(log) == "11:06 | ERROR   | attempt 1 failed\nTraceback"
     log.write_text("x" * 3000 + "\nsee the log\n")
-    assert read_last_output(log) == "…" + "x" * 1988 + "\nsee the log"
+    assert read_output_tail(log) == "…" + "x" * 1988 + "\nsee the log"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ _TAGGED_RUNS: _Labels = {"prefect.resource.role": "tag", "prefect.resource.id": 
 def _make_silence_trigger(
     related: list[_Labels], *, after: str, expect: Sequence[str], within: timedelta
 ) -> EventTrigger:
-    """Return a trigger that fires if no expected event of a flow run follows the event `after` within this time."""
+    """Return a trigger that fires if no expected event of a flow run follows the event `after` in the time `within`."""
     return EventTrigger(
         posture=Posture.Proactive,
         match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -164,7 +164,7 @@ _ALERTS = (
         {TrialStalled.name},
         match=_PACKAGE_EVENTS,
     ),
-    # Also for a run that fails before it has an experiment: it emits no event of this package. Runs are matched by
+    # Also for a run that fails before it has an experiment: such a run emits no package event. Runs are matched by
     # flow, not by tag: otherwise attempts of trials, and flows that call `pt.tune`, would send more alerts.
     _make_alert(
         "alert on a failed run",
@@ -252,7 +252,7 @@ def apply_automations(
     with prefect_server("automations") as client:
         actions = _make_alert_actions(client, notify, run, parameters)
         skipped = [] if actions or without_action == "switch off" else [spec for spec in specs if spec.is_alert]
-        wanted = [spec for spec in specs if spec not in skipped or _find_installed(client, spec)]
+        wanted = [spec for spec in specs if spec not in skipped or _find_installed_automations(client, spec)]
         return [_install_automation(client, spec, actions) for spec in wanted]
 
 
@@ -266,7 +266,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
     removed = []
     with prefect_server("automations") as client:
         for spec in _select_specs(names, _make_heartbeat_window(None)):
-            if installed := _find_installed(client, spec):
+            if installed := _find_installed_automations(client, spec):
                 removed.append(spec.name)
             for automation in installed:
                 _delete_automation(client, automation)
@@ -341,7 +341,7 @@ def _read_block_id(client: SyncPrefectClient, slug: str) -> Any:
         ) from error
 
 
-def _find_installed(client: SyncPrefectClient, spec: AutomationSpec) -> Sequence[Automation]:
+def _find_installed_automations(client: SyncPrefectClient, spec: AutomationSpec) -> Sequence[Automation]:
     """Return the automations of this name on the server; automations with an action are first."""
     return sorted(client.read_automations_by_name(spec.name), key=lambda installed: not _has_action(installed.actions))
 
@@ -350,7 +350,7 @@ def _install_automation(
     client: SyncPrefectClient, spec: AutomationSpec, actions: Sequence[ActionTypes]
 ) -> InstalledAutomation:
     is_active = bool(spec.action or actions)
-    if installed := _find_installed(client, spec):
+    if installed := _find_installed_automations(client, spec):
         first, *duplicates = installed
         for duplicate in duplicates:  # created by concurrent installations
             _delete_automation(client, duplicate)

@@ -144,14 +144,14 @@ def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Seq
         DeploymentSpec(
             flow=flow,
             name=validate_name(f"{prefix}{flow.name}"),
-            parameters=_make_trial_parameters(flow, prefix),
+            parameters=_make_trial_deployment_parameter(flow, prefix),
             concurrency_limit=flow.concurrency_limit,
         )
         for flow in flows
     ]
 
 
-def _make_trial_parameters(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
+def _make_trial_deployment_parameter(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
     """Return the parameter for `tune` that names the `train-trial` deployment with the same prefix."""
     return {"trial_deployment": f"train-trial/{prefix}train-trial"} if prefix and flow.name == "tune" else {}
 
@@ -164,7 +164,7 @@ def make_experiment_spec(
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment, which `name` names unless `parameters` do.
+    """Return the specification of a deployment for one experiment: `name`, unless `parameters` have another name.
 
     At most one flow run of the deployment runs at a time.
     """
@@ -173,7 +173,7 @@ def make_experiment_spec(
     return DeploymentSpec(
         flow=flow,
         name=validate_name(name),
-        parameters={**_make_trial_parameters(flow, prefix), **experiment, **parameters},
+        parameters={**_make_trial_deployment_parameter(flow, prefix), **experiment, **parameters},
         schedules=schedules,
         concurrency_limit=1,
         collision=collision,

@@ -61,7 +61,7 @@ def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters that the deployment stores; they contain the names of blocks, never the fields.
+    """Return the parameters that the deployment stores; they contain the names of blocks, never their fields.
 
     `complete` requires all parameters that a run needs: a scheduled run shows no form.
 
@@ -76,9 +76,9 @@ def validate_parameters(
     if "target" in validated:
         validated["target"] = _target_to_text(validated["target"], "target", find_slug)
     if isinstance(sync := validated.get("sync"), Mapping):
-        validated["sync"] = _validate_sync(sync, find_slug)
+        validated["sync"] = _normalize_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # then the journal has the other settings
+    is_resume = "fork" in schema["properties"]  # a resume takes the other settings from the journal
     if "trusted_packages" in passed:
         resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
@@ -96,9 +96,9 @@ def validate_parameters(
     return validated
 
 
-def _validate_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
+def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
     if "$ref" in sync:
-        return {"$ref": {"block_document_slug": _require_saved_block(sync["$ref"], "sync", find_slug)}}
+        return {"$ref": {"block_document_slug": _resolve_saved_block(sync["$ref"], "sync", find_slug)}}
     SyncConfig(**{**sync, "upload_dir": None})
     target = sync.get("upload_dir")
     return {**sync} if target is None else {**sync, "upload_dir": _target_to_text(target, "sync.upload_dir", find_slug)}
@@ -108,7 +108,7 @@ def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
     """Return a URI or `type/name`, a text that Prefect does not resolve to the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
-            return _require_saved_block(target["$ref"], field, find_slug)
+            return _resolve_saved_block(target["$ref"], field, find_slug)
         raise InvalidInput(
             f"{field}: expected a URI or the name of a saved block, found a block's fields: its credentials would "
             "be readable in the deployment. Save the block, and pass its name: "
@@ -118,18 +118,18 @@ def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
         raise InvalidInput(f"{field}: expected a URI or the type/name of a saved block, found {type(target).__name__}")
     if isinstance(target, str):
         if template := _TEMPLATE.fullmatch(target.strip()):
-            return _require_saved_block(f"{template[1]}/{template[2]}", field, find_slug)
+            return _resolve_saved_block(f"{template[1]}/{template[2]}", field, find_slug)
         validate_target(target)
         require_absolute(target, field)
         if BLOCK_SLUG.fullmatch(target):
-            return _require_saved_block(target, field, find_slug)
+            return _resolve_saved_block(target, field, find_slug)
     try:
         return target_reference(resolve_target(target))
     except InvalidInput as error:
         raise InvalidInput(f"{field}: {error}") from error
 
 
-def _require_saved_block(reference: object, field: str, find_slug: SlugLookup) -> str:
+def _resolve_saved_block(reference: object, field: str, find_slug: SlugLookup) -> str:
     block = reference
     if isinstance(reference, Mapping):
         block = reference.get("block_document_slug", reference.get("block_document_id"))
@@ -212,7 +212,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentRe
     """Create or update these deployments; validate all of them before writing any.
 
     Runs use the package that is installed where they execute: Prefect pulls no code. If the schedules equal the
-    existing ones, these stay active or paused; otherwise the new schedules replace all existing schedules.
+    existing ones, each existing schedule stays active or paused; otherwise the new schedules replace all of them.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
@@ -287,8 +287,8 @@ def _create_or_update_deployment(client: SyncPrefectClient, deployment: _Validat
         deployment_id = client.create_deployment(flow_id, deployment.spec.name, schedules=schedules, **fields)
         outcome: Literal["created", "updated"] = "created"
     else:
-        old_keys = sorted(_schedule_key(schedule.schedule) for schedule in existing.schedules)
-        if new_schedules is not None and old_keys != sorted(map(_schedule_key, new_schedules)):
+        old_keys = sorted(_make_schedule_key(schedule.schedule) for schedule in existing.schedules)
+        if new_schedules is not None and old_keys != sorted(map(_make_schedule_key, new_schedules)):
             for schedule in existing.schedules:
                 client.delete_deployment_schedule(existing.id, schedule.id)
             fields["schedules"] = [DeploymentScheduleUpdate(schedule=new, active=True) for new in new_schedules]
@@ -303,7 +303,7 @@ def _create_or_update_deployment(client: SyncPrefectClient, deployment: _Validat
     )
 
 
-def _schedule_key(schedule: Any) -> str:
+def _make_schedule_key(schedule: Any) -> str:
     """Return a text that is equal for equal schedules; ignore the anchor date of an interval: users do not set it."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 

@@ -66,7 +66,7 @@ class Record:
 
     @property
     def resumed_from(self) -> int:
-        """The step from which the attempt resumed; only for the first record of an attempt."""
+        """The step from which the attempt resumed; valid only for the first record of an attempt."""
         return self.step if self.is_restored else self.step - 1
 
 
@@ -92,7 +92,7 @@ class Kill:
     seconds: float
     """The time from the kill to the end of the next step."""
     kept_bytes: int = 0
-    """The bytes of a killed upload that had arrived, and so were not sent again."""
+    """The bytes of a killed upload that the target had already stored; they were not sent again."""
 
     @property
     def repeated_steps(self) -> int:
@@ -120,7 +120,7 @@ class DrillRun:
 
     @property
     def undisturbed_steps(self) -> int:
-        """The number of first steps that only the first attempt trained."""
+        """The number of steps, from step 1, that only the first attempt trained."""
         return min((record.resumed_from for record in self.restart_records), default=max(self.metrics, default=0))
 
 
@@ -278,13 +278,13 @@ def find_result_locations(
     undisturbed: DrillRun,
     generators: Collection[object],
 ) -> Collection[ValueLocation]:
-    """Return the locations of results in checkpoints: training changes their values, and no step determines them.
+    """Return the locations of results in checkpoints: values that training changes, and that the step does not set.
 
     Args:
         changes: the values that change in the undisturbed run's checkpoints; empty if it has one checkpoint.
         unstable: the differences without a kill.
         undisturbed: the undisturbed run.
-        generators: the generators without a seed from which the run draws.
+        generators: the unseeded generators from which the run draws.
     """
     in_files = {diff.location: diff for diff in unstable if diff.detail.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
@@ -359,7 +359,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
 
 
 def find_unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the differences without a kill in metrics that training changes, except measured times."""
+    """Return the differences without a kill in metrics that training changes and that are not measured times."""
     histories = collect_metric_histories(run)
     return [
         difference
@@ -388,7 +388,7 @@ def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
 
 
 def find_unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
-    """Return the generators from which the run draws and whose states differ in another run before its first kill."""
+    """Return the generators that the run draws from, if their states differ in another run before its first kill."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}
     drawn = {name for name in names if len({at_step.get(name) for at_step in states.values()}) > 1}

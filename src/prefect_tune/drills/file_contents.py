@@ -70,9 +70,9 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     if filecmp.cmp(expected, actual, shallow=False):
         return []
     with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
-        files = [_Content(name, _map_bytes(path), path) for path in (expected, actual)]
+        files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # Parquet stores no times: if only the bytes differ, but no column or metadata, the files differ, too.
+        # Parquet stores no times: if the bytes differ, the files differ, even if all columns and metadata are equal.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -84,7 +84,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
 
 
 @dataclass(frozen=True)
-class _Content:
+class _FileContent:
     """A file, or a member of an archive."""
 
     name: str
@@ -96,7 +96,7 @@ class _Content:
         return io.BytesIO(self.data) if self.path is None else self.path.open("rb")
 
 
-def _map_bytes(path: Path) -> memoryview:
+def _mmap_file(path: Path) -> memoryview:
     """Map the bytes of a file into memory: they are read only when they are compared."""
     if not path.stat().st_size:
         return memoryview(b"")
@@ -104,7 +104,7 @@ def _map_bytes(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def _read_values(file: _Content) -> Any:
+def _read_values(file: _FileContent) -> Any:
     """Return the values of a file; raise an exception if it is damaged, or cannot be read without its pickles."""
     head, suffix = bytes(file.data[:8]), Path(file.name).suffix.lower()
     for magic, read in _READERS.items():
@@ -129,7 +129,7 @@ def _read_values(file: _Content) -> Any:
     return text
 
 
-def _read_member(file: _Content) -> Any:
+def _read_member(file: _FileContent) -> Any:
     """Return the values of a member of an archive, or its bytes if the values cannot be read."""
     try:
         return _read_values(file)
@@ -138,14 +138,14 @@ def _read_member(file: _Content) -> Any:
 
 
 def _combine_values(values: Sequence[object]) -> object:
-    """Return the only value of a file, or a node of its consecutive values; raise `ValueError` without a value."""
+    """Return the only value of a file, or a node of its consecutive values; raise `ValueError` if there is none."""
     if not values:
         raise ValueError("no value")
     several = {f"#{index}": value for index, value in enumerate(values)}
     return values[0] if len(values) == 1 else Node("values one after another", several)
 
 
-def _read_json(file: _Content) -> object:
+def _read_json(file: _FileContent) -> object:
     """Return the value of a JSON document, or of consecutive documents: JSON Lines."""
     text = str(file.data, "utf-8")
     decoder, documents, position = json.JSONDecoder(object_pairs_hook=Pairs), list[object](), 0
@@ -155,7 +155,7 @@ def _read_json(file: _Content) -> object:
     return _combine_values(documents)
 
 
-def _read_npy(file: _Content) -> object:
+def _read_npy(file: _FileContent) -> object:
     """Return all arrays of a file: `numpy.load` returns only the first array."""
     numpy, arrays = import_module("numpy"), list[Any]()
     layouts = numpy.lib.format
@@ -172,7 +172,7 @@ def _read_npy(file: _Content) -> object:
     return _combine_values(arrays)
 
 
-def _read_safetensors(file: _Content) -> Node:
+def _read_safetensors(file: _FileContent) -> Node:
     """Return the bytes and types of the tensors, and the metadata without its order: the writer keeps no order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
@@ -206,7 +206,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _read_parquet(file: _Content) -> Node:
+def _read_parquet(file: _FileContent) -> Node:
     with import_module("pyarrow.parquet").ParquetFile(file.open()) as table_file:
         table = table_file.read()
     parts: list[tuple[str, Any]] = []
@@ -216,7 +216,7 @@ def _read_parquet(file: _Content) -> Node:
     return Node("table", index_by_token(parts) | {"[schema]": table.schema.to_string(truncate_metadata=False)})
 
 
-def _read_torch(file: _Content) -> object:
+def _read_torch(file: _FileContent) -> object:
     """Return the saved object; its tensors are read when they are compared: a checkpoint may exceed the memory."""
     torch, objects = import_module("torch"), list[object]()
     if bytes(file.data[:4]) == b"PK\x03\x04":
@@ -228,11 +228,11 @@ def _read_torch(file: _Content) -> object:
     return _combine_values(objects)
 
 
-def _read_compressed(file: _Content, decompress: Callable[[bytes], bytes]) -> object:
-    return _read_member(_Content(Path(file.name).stem, memoryview(decompress(bytes(file.data)))))
+def _read_compressed(file: _FileContent, decompress: Callable[[bytes], bytes]) -> object:
+    return _read_member(_FileContent(Path(file.name).stem, memoryview(decompress(bytes(file.data)))))
 
 
-def _read_zip(file: _Content) -> Any:
+def _read_zip(file: _FileContent) -> Any:
     """Return the values of `torch.save` or skops by their paths, and the values of other members by their names."""
     with file.open() as stream, zipfile.ZipFile(stream) as archive:
         _require_no_gaps(archive, file.data)
@@ -252,7 +252,7 @@ def _read_zip(file: _Content) -> Any:
         content = _strip_ids(schema, dict(members), used)
     is_npz = all(name.endswith(".npy") for name in names)
     values = [
-        (name.removesuffix(".npy") if is_npz else name.removeprefix(top or ""), _read_member(_Content(name, data)))
+        (name.removesuffix(".npy") if is_npz else name.removeprefix(top or ""), _read_member(_FileContent(name, data)))
         for name, data in members
         if name not in used
     ]
@@ -295,7 +295,7 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 
 
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
-    """Return a skops node without ids, which differ between processes, and with the values of its file.
+    """Return a skops node with the values of the file that it names, and without ids, which differ between processes.
 
     skops also names its files by the ids of objects, and writes sets in the order of hashes.
     """
@@ -307,14 +307,14 @@ def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> 
     for key, value in node:
         if key == "file" and isinstance(value, str) and value in members:
             used.add(value)
-            stripped.append((key, _read_member(_Content(value, members[value]))))
+            stripped.append((key, _read_member(_FileContent(value, members[value]))))
         elif key != "__id__" or not isinstance(value, int):
             inner = _strip_ids(value, members, used)
             stripped.append((key, sorted(inner, key=repr) if is_set and key == "content" else inner))
     return stripped
 
 
-_READERS: Mapping[bytes, Callable[[_Content], Any]] = {
+_READERS: Mapping[bytes, Callable[[_FileContent], Any]] = {
     b"PK\x03\x04": _read_zip,
     _NPY: _read_npy,
     _PARQUET: _read_parquet,
@@ -421,7 +421,7 @@ def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
     return numpy.frombuffer(file.read(math.prod(header["shape"]) * dtype.itemsize), dtype)
 
 
-def _read_pickles(file: _Content) -> object:
+def _read_pickles(file: _FileContent) -> object:
     """Return the values of the consecutive pickles in a file, or in a zlib stream, which joblib writes."""
     data = bytes(file.data)
     if data.startswith(b"\x78"):

@@ -45,7 +45,7 @@ _GLOBAL_GENERATORS = {
     "torch": ("torch's generator of the CPU", "torch.get_rng_state()"),
 }
 _KIND_ORDER = list(_KIND_NOUNS)
-_MAX_UNRESTORED = 6
+_MAX_STATES = 6
 _ADVICE = {
     "data": "save the order and the position, or use ResumableLoader",
     "metric": "save and load it if the next step reads it",
@@ -70,7 +70,7 @@ class UnrestoredState:
     actual: str
     expected: str
     is_local: bool = False
-    """Whether it is a local variable of a function: then both values are those after the next step."""
+    """Whether it is a local variable of a function; both values were then read one step after the resume."""
 
     def __str__(self) -> str:
         if self.kind == "global":
@@ -96,14 +96,14 @@ def find_unrestored_states(
     saved: Collection[str] = (),
     differs_at: int | None = None,
 ) -> Sequence[UnrestoredState]:
-    """Return the states that were not restored at the first resume with such states, the likeliest state first.
+    """Find the first resume that did not restore all states; return the states that it missed, the likeliest first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
     undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to that
-    step. Ignore a resume after step `differs_at`, at which the runs began to differ. After a step of a function, all
-    values that follow from a sum differ, whatever the cause. So return such a value only if no generator, count or rate
-    differs. Return a metric in a variable only if all other differing states are `saved` in checkpoints, and a saved
-    state only if no other state differs.
+    step. Ignore a resume from step `differs_at` or later: the runs already differ there. One step after the resume of a
+    function, all values that follow from a sum differ, whatever the cause: return such a value only if no generator,
+    count or rate differs. Return a metric in a variable only if all other differing states are `saved` in checkpoints,
+    and a saved state only if no other state differs.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -123,9 +123,9 @@ def find_unrestored_states(
         if states := list(_iter_differing_states(record, reference, evidence)):
             if not record.is_restored:
                 states = _select_causes(states, killed.metrics.get(record.step, {}), saved)
-            optimizers = {_object_of(name) for name in reference.states if name.startswith("optimizer ")}
+            optimizers = {_strip_path(name) for name in reference.states if name.startswith("optimizer ")}
             roots = _select_one_per_object(states, has_one_optimizer=len(optimizers) == 1)
-            return sorted(roots, key=lambda root: (not _is_cause(root), _KIND_ORDER.index(root.kind)))[:_MAX_UNRESTORED]
+            return sorted(roots, key=lambda root: (not _may_be_cause(root), _KIND_ORDER.index(root.kind)))[:_MAX_STATES]
     return []
 
 
@@ -137,21 +137,21 @@ def _select_causes(
     unsaved = [state for state in states if state.name.partition(".")[0] not in saved]
     plain = [state for state in unsaved if state.actual not in results]
     metrics_in_variables = [replace(state, kind="metric") for state in unsaved if state.kind in {"value", "state"}]
-    causes = [state for state in states if _is_cause(state) and state.actual not in results]
+    causes = [state for state in states if _may_be_cause(state) and state.actual not in results]
     return causes or plain or metrics_in_variables or unsaved or states
 
 
-def _is_cause(state: UnrestoredState) -> bool:
-    """Return whether a state may be a cause: one step later, sums may be results, but generators and counts are not."""
+def _may_be_cause(state: UnrestoredState) -> bool:
+    """Return whether a state may be a cause: one step later, sums may be results, unlike generators and counts."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
 def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[UnrestoredState]:
-    objects = {_object_of(name) for name in record.states}
+    objects = {_strip_path(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
         actual = record.states.get(name)
-        if actual is None and kind in _FILLED_ON_USE and _object_of(name) in objects:
+        if actual is None and kind in _FILLED_ON_USE and _strip_path(name) in objects:
             actual = _ABSENT  # such as the moments of a new optimizer
         if actual in {None, expected} or name not in evidence:
             continue
@@ -159,13 +159,13 @@ def _iter_differing_states(record: Record, reference: Record, evidence: Collecti
             yield UnrestoredState(kind, path, record.resumed_from, actual, expected, is_local=not record.is_restored)
 
 
-def _object_of(name: str) -> str:
+def _strip_path(name: str) -> str:
     """Return the kind of a state and its attribute or variable, without the path below it."""
     return name.partition(".")[0]
 
 
 def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimizer: bool) -> Sequence[UnrestoredState]:
-    """Return one state of each object, preferably a counter, which is the most readable state.
+    """Return one state of each object, preferably one with a readable value, such as a counter.
 
     Omit the learning rate of a single optimizer with a schedule: the schedule determines it.
     """
@@ -197,9 +197,9 @@ class RunComparison(NamedTuple):
     unstable: Sequence[Difference]
     """Differences without a kill: between the undisturbed runs, and before the first kill."""
     result_locations: Collection[tuple[str, str]]
-    """The locations in checkpoints with results of training, without counts of steps and values that can be ignored."""
+    """The locations of training results in checkpoints; step counts and values to ignore are no results."""
     generators: Sequence[Difference] = ()
-    """The generators without a seed from which the training draws."""
+    """The unseeded generators from which the training draws."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class SaveAdvice:
     steps: int
     """The same interval in steps of this training."""
     lost_time_share: float
-    """The share of the time lost to saves, failures and restarts."""
+    """The share of the total time that is lost to saves, failures and restarts."""
 
 
 @dataclass(frozen=True)
@@ -251,11 +251,11 @@ class DrillReport(RenamedMembers):
     missed_kill_count: int
     """The number of planned kills that did not happen: no step or upload began after their step."""
     differences: Sequence[Difference]
-    """The first difference of each metric, file, tensor or key, by step, without the differences in `unstable`."""
+    """The first difference of each metric, file, tensor or key, except those in `unstable`; in the order of steps."""
     unstable: Sequence[Difference]
-    """The differences that occur without a kill, too; first the values that training changes."""
+    """The differences that also occur without a kill; values that training changes come first."""
     is_inconclusive: bool
-    """Whether the equal values, such as counts of steps, would be equal in any training."""
+    """Whether the values that are equal, such as step counts, would be equal in any training."""
     unrestored: Sequence[UnrestoredState]
     """The states that were probably not restored."""
     save: SaveCosts | None
@@ -280,25 +280,24 @@ class DrillReport(RenamedMembers):
         yield self._format_headline()
         if self.verdict == "not exact":
             first = self.differences[0]
-            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._format_compared()}"
-            yield from _format_list("", _summarize(self.differences)[1:])
-        without_kills = _summarize(self.unstable)
+            yield f"  {f'equal up to step {first.step - 1}; ' if first.step > 1 else ''}{self._format_counts()}"
+            yield from _format_list("", _summarize_differences(self.differences)[1:])
+        without_kills = _summarize_differences(self.unstable)
         if self.verdict == "not deterministic":  # the headline has the first difference
             yield from _format_list("differs without a kill too: ", without_kills[1:])
             if self.is_inconclusive:
-                yield f"  the rest is equal, but shows little of the training: {self._format_compared()}"
+                yield f"  the rest is equal, but shows little of the training: {self._format_counts()}"
         else:
             yield from _format_list("differs without a kill too, and is ignored: ", without_kills)
         yield from self._format_causes()
         yield from self._format_costs()
 
     def summary(self) -> str:
-        """Return the verdict and the states that were probably not restored, the message of `NotExact`."""
+        """Return the message of `NotExact`: the verdict, and the states that were probably not restored."""
         return "\n".join((self._format_headline(), *self._format_causes()))
 
     def _format_causes(self) -> Iterator[str]:
-        no_effect = f"no effect in {self.steps} steps, but not restored"
-        prefix = no_effect if self.is_exact else "probably not restored"
+        prefix = f"no effect in {self.steps} steps, but not restored" if self.is_exact else "probably not restored"
         for state in self.unrestored:
             yield f"  {prefix}: {state}"
         if self.verdict == "not exact" and not self.unrestored:
@@ -320,7 +319,7 @@ class DrillReport(RenamedMembers):
     def _format_headline(self) -> str:
         if self.verdict == "exact":
             times = pluralize(len(self.kills), "time", "times")
-            return f"exact: the run that was killed {times} is the same; {self._format_compared()}"
+            return f"exact: the run that was killed {times} is the same; {self._format_counts()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
             is_named = first.detail.description in {MISSING, UNEXPECTED}
@@ -329,9 +328,9 @@ class DrillReport(RenamedMembers):
                 f"not deterministic: two runs differ without a kill, at {first}. To show that a resume is exact, first "
                 f"make both runs equal: {advice}"
             )
-        return f"not exact: first difference at {_summarize(self.differences)[0]}"
+        return f"not exact: first difference at {_summarize_differences(self.differences)[0]}"
 
-    def _format_compared(self) -> str:
+    def _format_counts(self) -> str:
         metrics = pluralize(self.compared_metric_count, "metric value", "metric values")
         files = pluralize(self.compared_file_count, "checkpoint file", "checkpoint files")
         return f"{metrics} and {files} of {self.steps} steps compared"
@@ -367,7 +366,7 @@ def _format_list(prefix: str, differences: Sequence[str]) -> Iterator[str]:
         yield f"  … and {len(differences) - _MAX_SHOWN} more"
 
 
-def _summarize(differences: Sequence[Difference]) -> Sequence[str]:
+def _summarize_differences(differences: Sequence[Difference]) -> Sequence[str]:
     """Return the differences as texts, with one text for all differences in the same list."""
     lists: dict[tuple[str, str], list[Difference]] = {}
     for diff in differences:
@@ -392,7 +391,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     remaining = [diff for diff in differences if diff.location not in ignored]
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
-    forgotten = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
+    unrestored = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
     # A difference without a kill matters if it is in a checkpoint and training changes the value.
     results = [diff.step for diff in unstable if diff.location in changing]
     verdict: Verdict = "not exact" if remaining else "exact"
@@ -406,7 +405,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
             "train more --steps, or save more often (--save-every)"
         )
     unstable = sorted(unstable, key=lambda diff: (diff.location not in changing, diff.step))
-    doubts = _find_doubts(runs) if verdict == "exact" else ()
+    doubts = _find_inconclusive_differences(runs) if verdict == "exact" else ()
     if doubts:
         verdict, unstable = "not deterministic", doubts
     save_costs = _measure_saves(undisturbed)
@@ -427,21 +426,21 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         differences=remaining,
         unstable=unstable,
         is_inconclusive=bool(doubts),
-        unrestored=[state for state in forgotten if remaining or state.kind in _LASTING_KINDS],
+        unrestored=[state for state in unrestored if remaining or state.kind in _LASTING_KINDS],
         save=save_costs,
         advice=_make_advice(plan, undisturbed, killed, save_costs),
     )
 
 
-def _find_doubts(runs: RunComparison) -> Sequence[Difference]:
-    """Return the differences without a kill if the equal values prove nothing, the best evidence first.
+def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
+    """If the equal values prove nothing, return the differences that occur without a kill, the best evidence first.
 
-    A count of steps, and a rate that follows from it, is the same in any run, so it proves nothing if metrics differ.
-    Then the checkpoints must show that the training is deterministic. If the training draws from a generator without a
-    seed, different metrics, except measured times, show that it is not deterministic.
+    If metrics differ, a step count or a rate that follows from the step proves nothing: it is equal in all runs. The
+    checkpoints must then show that the training is deterministic. If the training draws from an unseeded generator,
+    differing metrics (except measured times) show that the training is not deterministic.
 
     Raises:
-        TuneError: no value differs, but no value changes in the training either.
+        TuneError: no value differs, and no value changes during the training.
     """
     undisturbed, killed, _, _, unstable, changing, generators = runs
     metrics, unexplained = find_result_metrics(undisturbed, unstable), find_unexplained_metrics(undisturbed, unstable)
@@ -484,7 +483,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
     mean, cost, step_seconds = plan.hours_between_failures * 3600, max(save.blocked_seconds, 1e-3), median(steps)
     seconds = compute_optimal_interval(cost, mean)
     restart = median(kill.seconds for kill in killed.kills) if killed.kills else 0.0
-    share = compute_lost_share(seconds, cost, restart, mean)
+    share = compute_lost_time_share(seconds, cost, restart, mean)
     return SaveAdvice(plan.hours_between_failures, seconds, max(1, round(seconds / step_seconds)), share)
 
 
@@ -511,10 +510,12 @@ def compute_optimal_interval(save_seconds: float, seconds_between_failures: floa
     return sqrt(2 * cost * mean) * (1 + sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def compute_lost_share(interval: float, save_seconds: float, restart_seconds: float, mean_seconds: float) -> float:
-    """Return the share of the time that is lost to saves, and with each failure to half an interval and the restart.
+def compute_lost_time_share(
+    interval_seconds: float, save_seconds: float, restart_seconds: float, seconds_between_failures: float
+) -> float:
+    """Return the share of the time that is lost: to saves, and in each failure to half an interval and the restart.
 
-    This is the first-order model of Young (1974): the mean time between failures is much longer than the interval.
+    The first-order model of Young (1974) assumes that the time between failures is much longer than the interval.
     """
-    per_failure = (interval + save_seconds) / 2 + restart_seconds
-    return min(1.0, save_seconds / (interval + save_seconds) + per_failure / mean_seconds)
+    cycle = interval_seconds + save_seconds
+    return min(1.0, save_seconds / cycle + (cycle / 2 + restart_seconds) / seconds_between_failures)

@@ -35,7 +35,7 @@ class DrillPlan:
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return the steps after which a drill kills, and the victims; the steps are `at`, or `count` random steps.
+    """Return the steps after which a drill kills, each with its victim. The steps are `at`, or `count` random steps.
 
     Draws only steps after the first save if there are enough of them: a resume from step 0 shows little.
 

@@ -1,4 +1,4 @@
-"""The trainable of a drill: the user's trainable with a probe, which records its states and kills as planned.
+"""The trainable of a drill: the user's trainable with a probe, which records states and makes the planned kills.
 
 The probe runs in the trial's process. It writes a record after each step as a line of a file on this machine, so a kill
 loses no record. A record has digests of all states on which the next step may depend: the generators of Python, NumPy
@@ -37,7 +37,7 @@ Victim: TypeAlias = Literal["trial", "rank", "search", "upload"]
 """The process that a kill ends: the trial (its rank 0), another rank, the search, or the search during an upload."""
 
 _PLAN_VARIABLE = "PREFECT_TUNE_DRILL"
-_MAX_VALUES = 4000
+_MAX_STATES = 4000
 _MAX_TEXT_CHARACTERS = 100
 _MAX_HASHED_BYTES = 1 << 28
 _MAX_PICKLED_BYTES = 1 << 20
@@ -51,7 +51,7 @@ _MAX_COPIED_ENTRIES = 5_000
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of one run of a drill; its processes get the plan in an environment variable."""
+    """The plan of one run of a drill; the processes of the run get it in an environment variable."""
 
     trainable: str
     """`package.module:Name`, see `pt.durable_trainable`."""
@@ -96,7 +96,7 @@ class RunPlan:
 
 
 def __getattr__(name: str) -> object:
-    """Return the trainable of this process's plan with a probe as `Probed`; each call returns the same object."""
+    """Return `Probed`: the trainable of this process's plan, with a probe. Each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.from_environment()
@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time, and make the kill that is due after the previous step, which was reported."""
+        """Measure the waiting time. If a kill is due after the previous step, which has been reported, make it."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -225,7 +225,7 @@ class _Probe:
         }
         with self._plan.records_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self._ended = time.time()  # the time of the record does not belong to the training
+        self._ended = time.time()  # the time to write the record is not training time
 
 
 # ------------------------------------------------------------------------------------------------- digests of states
@@ -241,7 +241,7 @@ def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         if torch.cuda.is_initialized():  # a training on the CPU must not use memory of a GPU
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 yield f"global torch.cuda:{number}", _compute_digest(state)
-    yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_VALUES)
+    yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_STATES)
 
 
 def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
@@ -350,7 +350,7 @@ class _HashFile:
 
 
 def _compute_digest(value: Any) -> str:
-    """Return a digest of a value, or its type if it is too large or cannot be pickled."""
+    """Return a digest of a value; if the value is too large or cannot be pickled, only its type."""
     if getattr(value, "nbytes", 0) > _MAX_HASHED_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
     value = to_array(value)
@@ -390,7 +390,7 @@ def enter_copied_directory(folder: Path) -> None:
     if not folder.exists():
         own_copy = folder.with_name(f"{folder.name}-{os.getpid()}")
         _link_parents(original, own_copy)
-        _copy_directory(original, Path(own_copy, *original.parts[1:]), without=folder.parent.resolve())
+        _copy_directory(original, Path(own_copy, *original.parts[1:]), excluded=folder.parent.resolve())
         with suppress(OSError):  # another rank was faster
             own_copy.rename(folder)
     os.chdir(copied)
@@ -408,8 +408,8 @@ def _link_parents(original: Path, folder: Path) -> None:
                     (copied / entry.name).symlink_to(above / entry.name)
 
 
-def _copy_directory(original: Path, copied: Path, without: Path) -> None:
-    """Copy a directory level by level up to a limit; link the rest."""
+def _copy_directory(original: Path, copied: Path, excluded: Path) -> None:
+    """Copy a directory level by level up to a limit; link the rest, and directories that contain `excluded`."""
     left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
     copied.mkdir(parents=True)
     directories = deque([(original, copied)])
@@ -431,7 +431,7 @@ def _copy_directory(original: Path, copied: Path, without: Path) -> None:
                     and entry.is_dir(follow_symlinks=False)
                     and os.access(path, os.X_OK)
                     and not entry.name.startswith(".")
-                    and not without.is_relative_to(path)
+                    and not excluded.is_relative_to(path)
                 ):
                     target.mkdir()
                     directories.append((path, target))

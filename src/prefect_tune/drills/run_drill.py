@@ -1,7 +1,7 @@
 """Run a drill: an undisturbed run, a run with kills and resumes, and their comparison.
 
-A terminal shows a line per run with its commits, kills and resumes, and the current activity with its usual duration;
-the report follows. Without a terminal, such as in a pipe, each activity prints a line when it begins.
+A terminal shows one line per run, with its commits, kills and resumes, and one line with the current activity and its
+usual duration. The report follows. Without a terminal, such as in a pipe, each activity prints a line when it begins.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from prefect_tune.runtime.load_named import require_not_importing
 
 _log = get_logger("prefect_tune")
 _MAX_OUTPUT_CHARACTERS, _ERROR_MARK = 2000, "| ERROR "
-_TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 10, 600.0  # a run hangs after this multiple of the undisturbed run's time
+_TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 10, 600.0  # a run that takes 10 times as long as run 1 counts as hung
 _RUN_START_TIME, _KILL_TIME, _IMPORT_TIME, _SERVER_START_TIME = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
-"""Measured on two cores, idle and with eight other programs."""
+"""The usual durations, measured on two cores: first idle, then with eight other programs running."""
 # The number of threads changes the order in which sums are rounded. With one thread, bits are comparable.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _IMPORT_SCRIPT = """import os, sys
@@ -76,7 +76,7 @@ except TuneError as error:
     Path(error_file).write_text(str(error), errors="replace")
     os._exit(1)
 os._exit(0)"""
-_IMPORT_SECONDS = 600.0
+_IMPORT_TIMEOUT = 600.0
 _COLOR_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -112,7 +112,7 @@ def run_drill(
         target: where the runs store their checkpoints and journals.
         environment: the environment of the training processes, with the address of a Prefect API.
         keep: whether to keep the experiments of the runs.
-        progress_readers: the drill appends a function for each run; the function returns the progress of the run.
+        progress_readers: the drill appends one function per run, which returns the progress of that run.
         on_activity: called when an activity begins, with a line that describes it and its usual duration.
 
     Raises:
@@ -184,7 +184,7 @@ class Drill:
             final_progress = self.progress_readers[-1]()
             self.progress_readers[-1] = lambda: final_progress
         if code:
-            output = read_last_output(run_folder / "output.log")
+            output = read_output_tail(run_folder / "output.log")
             raise TuneError(f"run {run!r} of the drill ended with exit code {code}; its last output:\n{output}")
         self.first_run_seconds = self.first_run_seconds or time.monotonic() - began
         timeout = max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self.first_run_seconds)
@@ -192,7 +192,7 @@ class Drill:
         return read_run(self.store, trial, plan)
 
     def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
-        """Describe the steps of a run and its usual duration, with the time of the first run once it has ended."""
+        """Describe the steps and the usual duration of a run; after run 1, the duration of run 1 instead."""
         if self.first_run_seconds is None:
             return f"{self.plan.steps} steps, usually {_RUN_START_TIME} besides the training"
         summary = f"{self.plan.steps} steps again, which took {self.first_run_seconds:.0f} s in run 1"
@@ -204,14 +204,14 @@ class Drill:
     def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
         """Return the differences between the runs, and the differences without a kill.
 
-        Before its first kill, the second run is undisturbed, too. If this part does not explain the differences, train
-        a third run.
+        The second run is undisturbed before its first kill. If that part of the run does not explain the differences,
+        this method trains a third run.
         """
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         undisturbed_steps = killed.undisturbed_steps
         early = [diff for diff in differences if diff.step <= undisturbed_steps]
-        # A value that is missing in one run may have existed before the kill.
+        # A value that one run lacks proves nothing: it may have existed before the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -261,7 +261,7 @@ class Drill:
             except subprocess.TimeoutExpired:
                 raise TuneError(
                     f"{trial.experiment} did not end within {self.run_timeout_seconds:.0f} s, at least "
-                    f"{_TIMEOUT_FACTOR} times the undisturbed run; its last output:\n{read_last_output(log)}"
+                    f"{_TIMEOUT_FACTOR} times the undisturbed run's time; its last output:\n{read_output_tail(log)}"
                 ) from None
             finally:
                 process.kill()
@@ -291,8 +291,8 @@ class Drill:
                 _log.warning("experiment %s of the drill is still on the target: %s", trial.experiment, error)
 
 
-def read_last_output(log: Path) -> str:
-    """Return the output without color codes; if it is long, only its end, beginning with the first error in it."""
+def read_output_tail(log: Path) -> str:
+    """Return the output without color codes; of a long output, only its end, from the first error in that end."""
     output = _COLOR_CODES.sub("", log.read_text(errors="replace")).rstrip()
     if len(output) <= _MAX_OUTPUT_CHARACTERS:
         return output
@@ -320,23 +320,23 @@ def require_importable(trainable: str) -> None:
                 start_new_session=True,
             )
             try:
-                code: int | None = process.wait(_IMPORT_SECONDS)
+                code: int | None = process.wait(_IMPORT_TIMEOUT)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError, PermissionError):  # the group has ended; macOS raises PermissionError
+                with suppress(ProcessLookupError, PermissionError):  # the group has ended: macOS raises PermissionError
                     os.killpg(process.pid, signal.SIGKILL)  # includes processes that the module started
                 process.wait()
         if code == 0:
             return
         if error_file.exists():
             raise TuneError(error_file.read_text())
-        problem = f"did not end within {_IMPORT_SECONDS:.0f} s" if code is None else f"ended its process with {code}"
-        raise TuneError(f"trainable {trainable!r}: its import {problem}; its last output:\n{read_last_output(log)}")
+        problem = f"did not end within {_IMPORT_TIMEOUT:.0f} s" if code is None else f"ended its process with {code}"
+        raise TuneError(f"trainable {trainable!r}: its import {problem}; its last output:\n{read_output_tail(log)}")
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder; it is removed at the end of the block, or when a signal ends the process."""
+    """Return a temporary folder, which is removed at the end of its `with` block or when a signal ends the process."""
     return tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True)
 
 
@@ -348,7 +348,7 @@ def make_run_environment() -> dict[str, str]:
 
 @contextmanager
 def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
-    """Yield the environment for a drill's runs, with the configured Prefect API or a server that ends with the drill.
+    """Yield the environment for a drill's runs: the configured Prefect API, or a server that ends with the drill.
 
     Raises:
         TuneError: the server did not start.
@@ -366,7 +366,7 @@ def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: Non
             server = start_prefect_server(environment, output, "few")
         try:
             if not server.wait_until_healthy():
-                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{read_last_output(log)}")
+                raise TuneError(f"the drill's Prefect server did not start; its last output:\n{read_output_tail(log)}")
             yield {**environment, "PREFECT_API_URL": server.url}
         finally:
             server.terminate()
@@ -435,8 +435,7 @@ class DrillProgress:
         picture = render_runs([read() for read in self.readers])
         if not self._activity or not self._console.is_terminal:
             return picture
-        so_far = f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)"
-        activity = Text(so_far, "dim")
+        activity = Text(f"  {self._activity} ({time.monotonic() - self._since:.0f} s so far)", "dim")
         return Group(picture, "", activity) if self.readers else activity
 
 

@@ -20,7 +20,7 @@ from prefect_tune.drills.probe import RunPlan
 
 
 class _KillingStore:
-    """A proxy of a store that kills this process after the first object of an upload that the plan selects."""
+    """A proxy of a store. If the plan has a kill in an upload, the upload's first object kills this process."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -48,7 +48,7 @@ class _KillingStore:
 
 @contextmanager
 def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
-    """Make all targets of this class in this process open stores that kill as planned."""
+    """In the block, all targets of this class open stores that kill this process as planned."""
     open_store = target.open
 
     @contextmanager
@@ -67,7 +67,7 @@ def _exit_with_drill() -> None:
 
 
 def main() -> None:
-    """Train with the options of the command line, one JSON document."""
+    """Train with the options in the only command-line argument, a JSON document."""
     from prefect_tune.blocks import resolve_target
 
     threading.Thread(target=_exit_with_drill, daemon=True).start()

@@ -44,7 +44,7 @@ class FileDifference:
     path: str = ""
     """The key as a unique text; empty if `key` is unique."""
     scalars: tuple[Scalar | None, Scalar | None] = field(default=(None, None), compare=False)
-    """The expected and the actual value; None for a value that is no number, time or short text."""
+    """The expected and the actual value; None for a value that is not a number, time or short text."""
 
     def __str__(self) -> str:
         return ", ".join([f"`{self.file}`", *([f"`{self.key}`"] if self.key else []), self.description])
@@ -66,7 +66,7 @@ class _Comparison:
     name: str
     differences: list[FileDifference] = field(default_factory=list)
     compared: dict[tuple[int, int], object] = field(default_factory=dict)
-    """Pairs that are equal or being compared, by their ids; as long as the objects exist, ids are not reused."""
+    """Pairs that are equal or being compared, by their ids; the stored objects stay alive, so no id is reused."""
 
     def compare(self, expected: object, actual: object, path: ValuePath) -> None:
         pair = id(expected), id(actual)
@@ -110,7 +110,7 @@ def _describe_order_difference(expected: Node, actual: Node) -> str:
 
 
 def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
-    """Yield the path (see `FileDifference.path`) and the value of each leaf; None if the leaf is not a scalar."""
+    """Yield the path (see `FileDifference.path`) and the value of each leaf: None for a leaf that is not a scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
         if (node := to_node(value)) is None:
@@ -206,12 +206,12 @@ def to_node(value: Any) -> Node | None:
         case Mapping():
             attributes = vars(value) if hasattr(value, "__dict__") else {}  # such as the metadata of a model's state
             parts = index_by_token(value.items()) | ({"[attributes]": attributes} if attributes else {})
-            return Node(_class_name(value), parts, is_ordered=True)
+            return Node(_get_class_name(value), parts, is_ordered=True)
         case list() | tuple():
-            return Node(_class_name(value), {f"#{index}": part for index, part in enumerate(value)})
+            return Node(_get_class_name(value), {f"#{index}": part for index, part in enumerate(value)})
         case set() | frozenset():
             members = sorted(value, key=repr)
-            return Node(_class_name(value), {f"#{index}": part for index, part in enumerate(members)})
+            return Node(_get_class_name(value), {f"#{index}": part for index, part in enumerate(members)})
         case _ if _is_tensor(value):
             return _split_tensor(value)
         case _ if _is_array(value) and value.dtype.hasobject:
@@ -231,7 +231,7 @@ def index_by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
     return parts
 
 
-def _class_name(value: object) -> str:
+def _get_class_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -258,11 +258,11 @@ def _split_tensor(value: Any) -> Node | None:
         parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # the values include the scales
     else:
         return None
-    kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_tensor_details(value)}"
+    kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_format_tensor_details(value)}"
     return Node(kind, {f"[{name}]": part for name, part in parts.items()})
 
 
-def _tensor_details(value: Any) -> str:
+def _format_tensor_details(value: Any) -> str:
     return type(value).__qualname__ + (", requires a gradient" if value.requires_grad else "")
 
 
@@ -277,7 +277,7 @@ def _to_leaf(value: Any) -> object:
         plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
         return Array(
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}",
-            f"{_tensor_details(value)}{_format_axis_order(tuple(tensor.shape), tensor.stride())}",
+            f"{_format_tensor_details(value)}{_format_axis_order(tuple(tensor.shape), tensor.stride())}",
             to_byte_rows(plain.view(torch.uint8).numpy(), tensor.element_size()),
             plain,
             tensor.item() if tensor.dim() == 0 else None,
@@ -330,14 +330,14 @@ def _describe_leaf_difference(expected: object, actual: object) -> str:
     """Describe how two leaves differ; empty if their types and all their bits are equal."""
     if isinstance(expected, Array) and isinstance(actual, Array):
         return _describe_array_difference(expected, actual)
-    if type(expected) is type(actual) and _comparable_bits(expected) == _comparable_bits(actual):
+    if type(expected) is type(actual) and _to_comparable_bits(expected) == _to_comparable_bits(actual):
         return ""
     if isinstance(expected, bytes) and isinstance(actual, bytes):
         return f"bytes differ ({len(actual):,}, expected {len(expected):,})"
     return f"{_format_value(actual)}, expected {_format_value(expected)}"
 
 
-def _comparable_bits(value: Any) -> object:
+def _to_comparable_bits(value: Any) -> object:
     """Return a value that is equal only for values of the same type with the same bits."""
     if isinstance(value, float):
         return struct.pack("<d", value)

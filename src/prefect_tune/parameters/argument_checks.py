@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`, or the id of the flow run if `name` is None; calls in a flow or task have another default.
+    """Return `name`, or the id of the flow run if `name` is None; a call inside a flow or task has another default.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -119,7 +119,7 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
 
 
 def trainable_fingerprint(trainable: object) -> Mapping[str, str]:
-    """Return the identity of a trainable: its name, without the module, whose name depends on how the code is run."""
+    """Return the identity of a trainable: its name without its module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
@@ -134,15 +134,15 @@ def source_digest(trainable: object) -> str:
             module, _, name = trainable.partition(":")
             spec = importlib.util.find_spec(module)
             file = spec.origin if spec is not None else None
-            source = _find_definition(Path(file).read_text(encoding="utf-8"), name) if file else ""
+            source = _extract_definition(Path(file).read_text(encoding="utf-8"), name) if file else ""
         else:
-            source = _find_source(trainable)
+            source = _get_source(trainable)
     except Exception:  # noqa: BLE001 - `inspect` and the parser raise many errors, see `trial_process`
         return ""
     return digest_of(source.encode())[:16] if source else ""
 
 
-def _find_source(trainable: Any) -> str:
+def _get_source(trainable: Any) -> str:
     try:
         return inspect.getsource(trainable)
     except (TypeError, OSError):
@@ -152,10 +152,10 @@ def _find_source(trainable: Any) -> str:
     methods = (method for method in vars(trainable).values() if inspect.isfunction(method))
     files = dict.fromkeys(method.__code__.co_filename for method in methods)
     texts = ("".join(linecache.getlines(file)) for file in files)
-    return next((definition for text in texts if (definition := _find_definition(text, trainable.__name__))), "")
+    return next((definition for text in texts if (definition := _extract_definition(text, trainable.__name__))), "")
 
 
-def _find_definition(text: str, name: str) -> str:
+def _extract_definition(text: str, name: str) -> str:
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -210,12 +210,12 @@ def parse_stop(stop: object) -> object:
         if (name := match_option_class(stop)) in BUILT_IN_MODULES["stop"]:
             raise InvalidInput(
                 f"stop: found the fields of {name} without its class: {short_repr(dict(stop))}; expected "
-                f"{_example_json(name)}. To limit a metric of such a name, pass a function: 'package.module:name'"
+                f"{_make_example(name)}. To limit a metric of such a name, pass a function: 'package.module:name'"
             )
         stopper_arguments = {name: arguments for name, arguments in stop.items() if isinstance(arguments, Mapping)}
         limits = {name: limit for name, limit in stop.items() if name not in stopper_arguments}
         for name in [item for item in limits if item in BUILT_IN_MODULES["stop"]]:
-            raise InvalidInput(f"stop: {name} is a stopper: expected {_example_json(name)}, found {limits[name]!r}")
+            raise InvalidInput(f"stop: {name} is a stopper: expected {_make_example(name)}, found {limits[name]!r}")
         stoppers = [_build_from_json({name: arguments}, "stop") for name, arguments in stopper_arguments.items()]
         return [*stoppers, limits] if stoppers and limits else stoppers or limits
     return [parse_stop(item) for item in stop] if isinstance(stop, list | tuple) else stop
@@ -262,7 +262,7 @@ def _build_from_json(value: object, where: str) -> object:
         hint = did_you_mean(str(name), built_in)
         raise InvalidInput(f"{where}: unknown name {name!r}; expected one of {', '.join(built_in)}{hint}")
     if not isinstance(arguments, Mapping):
-        raise InvalidInput(f"{where}: {name}: expected its options, as in {_example_json(name)}, found {arguments!r}")
+        raise InvalidInput(f"{where}: {name}: expected its options, as in {_make_example(name)}, found {arguments!r}")
     cls = getattr(prefect_tune, name)
     options = {option_name(field): field for field in fields(cls)}
     values: dict[str, Any] = {}
@@ -273,15 +273,15 @@ def _build_from_json(value: object, where: str) -> object:
             raise InvalidInput(f"{where}: {name} has no option {key!r}{hint}")
         values[option.name] = space_from_json(option_value) if option.metadata.get("json") == "space" else option_value
     if missing := [key for key, field in options.items() if field.default is MISSING and field.name not in values]:
-        raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_example_json(name)}")
+        raise InvalidInput(f"{where}: {name} needs {' and '.join(missing)}: {_make_example(name)}")
     try:
         return cast("object", cls(**values))
     except TypeError as error:
         raise InvalidInput(f"{where}: {name}: {error}") from error
 
 
-def _example_json(name: str) -> str:
-    """Return the JSON of a built-in class with the examples of its options."""
+def _make_example(name: str) -> str:
+    """Return example JSON of a built-in class, with an example of each option that has one."""
     options = fields(getattr(prefect_tune, name))
     examples = {option_name(field): field.metadata["example"] for field in options if "example" in field.metadata}
     return json.dumps({name: examples})

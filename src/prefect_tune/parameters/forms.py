@@ -51,7 +51,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
-        name: {**kind, **_plain_description(kind), "properties": _simplify_fields(kind.get("properties", {}))}
+        name: {**kind, **_simplify_description(kind), "properties": _simplify_fields(kind.get("properties", {}))}
         for name, kind in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
@@ -62,10 +62,10 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
 
 
 def _simplify_fields(fields: Mapping[str, _Schema]) -> dict[str, _Schema]:
-    return {name: _drop_null({**field, **_plain_description(field)}) for name, field in fields.items()}
+    return {name: _drop_null({**field, **_simplify_description(field)}) for name, field in fields.items()}
 
 
-def _plain_description(field: _Schema) -> _Schema:
+def _simplify_description(field: _Schema) -> _Schema:
     """Return a field's description without Markdown; capitalize it unless it begins with a code literal."""
     description = str(field.get("description", "")).partition("\n\nArgs:\n")[0].strip()
     text = " ".join(description.replace("`", "").split())
@@ -332,13 +332,13 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls; Prefect's engine rejects parameters that are not in its signature."""
+    """Return the function that a run calls; its signature is `accepted`: Prefect's engine rejects other parameters."""
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # the parameters of its flow run have no defaults
+            context = FlowRunContext.get()  # a flow run's own parameters have no defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

@@ -1,7 +1,7 @@
 """Check by the source alone that a name can be imported: no module is imported before it is trusted.
 
-`undefined_name_reason` returns why trusted packages do not define a name that a journal contains. `require_importable`
-calls it before a search; only if the source is inconclusive, it imports the trainable, in a process like a trial's.
+`undefined_name_reason` returns why trusted packages do not define a name that a journal contains. Before a search,
+`require_importable` checks the trainable this way; if the source proves nothing, a process like a trial's imports it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def require_importable(
         trainable: the trainable of a search.
         isolation: where its trials run.
         log: receives the output of the import.
-        cadence: when its trials save; None to skip this check.
+        cadence: when its trials save; None to skip the check that the trainable can save.
 
     Raises:
         InvalidInput: the module cannot be imported or lacks the name; or the object is not a trainable, or cannot save
@@ -53,7 +53,7 @@ def require_importable(
     if not isinstance(trainable, str):
         return
     package = trainable.partition(":")[0].partition(".")[0]
-    if not undefined_name_reason(trainable, [package], is_accepted=_defines_trainable):
+    if not undefined_name_reason(trainable, [package], is_accepted=_is_trainable_definition):
         return
     config = {"trainable": trainable, "cadence": None if cadence is None else cadence.model_dump(mode="json")}
     if isolation == "thread":
@@ -91,11 +91,11 @@ def require_importable(
                         pass
 
 
-def _defines_trainable(definition: ast.stmt, module: ast.Module) -> bool:
+def _is_trainable_definition(definition: ast.stmt, module: ast.Module) -> bool:
     """Return whether the source proves that the definition is a trainable; if not, only an import can show it."""
     match definition:
         case ast.FunctionDef(decorator_list=[]):
-            return _accepts_arguments(definition, 1)
+            return _is_plain_function(definition, 1)
         case ast.ClassDef(decorator_list=[], bases=bases, body=body):
             imported = dict(_iter_imported_trainables(module))
             base_names = {imported[name] for name in map(ast.unparse, bases) if name in imported}
@@ -104,14 +104,14 @@ def _defines_trainable(definition: ast.stmt, module: ast.Module) -> bool:
             has_required_methods = base_names != {"Trainable"} or methods.keys() >= {"step", "save_checkpoint"}
             counts = METHOD_ARGUMENT_COUNTS
             called = [(method, counts[name]) for name, method in methods.items() if name in counts]
-            are_callable = all(not m.decorator_list and _accepts_arguments(m, count) for m, count in called)
+            are_callable = all(not m.decorator_list and _is_plain_function(m, count) for m, count in called)
             return bool(base_names) and has_required_methods and are_callable and not has_async_method
         case _:
             return False
 
 
-def _accepts_arguments(definition: ast.FunctionDef, count: int) -> bool:
-    """Return whether a function accepts `count` positional arguments, and neither it nor its inner functions yield."""
+def _is_plain_function(definition: ast.FunctionDef, count: int) -> bool:
+    """Return whether a function accepts `count` positional arguments, and neither it nor a nested function yields."""
     parameters = definition.args
     positional = len(parameters.posonlyargs) + len(parameters.args)
     is_count_accepted = positional - len(parameters.defaults) <= count and None not in parameters.kw_defaults
@@ -195,7 +195,7 @@ class _DefinitionLookup:
     ) -> str:
         """Return why `body`, of a module or class, does not define the name at `path`; empty if it does.
 
-        Every statement that binds the name must define it: which of them runs last is unknown.
+        Every statement that binds the name must define it, since it is unknown which statement runs last.
         """
         name, *rest = path
         aliases = f"{spec.name} does not define {name!r}, but aliases another object"
@@ -215,7 +215,7 @@ class _DefinitionLookup:
                 case ast.Assign() | ast.AnnAssign() if name in _list_assigned_names(statement):
                     is_value = isinstance(statement.value, _VALUE_EXPRESSIONS) and not rest
                     reason = aliases if not is_value else "" if self._is_accepted(statement, tree) else "not accepted"
-                case ast.Import(names=names) if any(_local_name(alias) == name for alias in names):
+                case ast.Import(names=names) if any(_get_local_name(alias) == name for alias in names):
                     reason = f"{spec.name} does not define {name!r}: it imports a module under this name"
                 case ast.ImportFrom(names=[ast.alias(name="*")]):
                     source, reason = self._resolve_import(statement, path, spec, depth)
@@ -223,7 +223,7 @@ class _DefinitionLookup:
                         return f"{spec.name} may replace {name!r} by `import *`: {reason}"
                     is_defined = is_defined or not reason
                     continue
-                case ast.ImportFrom(names=names) if origins := [a.name for a in names if _local_name(a) == name]:
+                case ast.ImportFrom(names=names) if origins := [a.name for a in names if _get_local_name(a) == name]:
                     _, reason = self._resolve_import(statement, [origins[-1], *rest], spec, depth)
                 case _:
                     continue
@@ -235,7 +235,7 @@ class _DefinitionLookup:
     def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the source module of an import (empty if invalid), and why this module does not define the name."""
+        """Return the source module of an import (empty if invalid), and why that module does not define the name."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)
@@ -284,5 +284,5 @@ def _list_assigned_names(statement: ast.Assign | ast.AnnAssign) -> list[str]:
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _local_name(alias: ast.alias) -> str:
+def _get_local_name(alias: ast.alias) -> str:
     return alias.asname or alias.name.partition(".")[0]

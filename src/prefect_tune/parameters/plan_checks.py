@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # What a resume may not change: checks against the journal.
 
 RETRY_KEEPS_CONFIGURATION = (
-    "a retried trial keeps its configuration: for configurations from a corrected space raise num_samples, or choose "
+    "a retried trial keeps its configuration: for configurations from a corrected space, raise num_samples, or choose "
     "another experiment name"
 )
 
@@ -63,17 +63,17 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
     """
     require_continuable(state)
     if not all(trial.proposed_by_search for trial in state.trials.values()):
-        raise InvalidInput(f"experiment {state.name!r} {_resume_advice(state)}; or choose another experiment name")
+        raise InvalidInput(f"experiment {state.name!r} {_format_advice(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
-        before, now = _effective_setting(name, state.settings), _effective_setting(name, settings)
-        if option.fixed_reason and state.trials and before != now and (name == "seed" or _was_metric_used(state)):
+        before, now = _get_effective_setting(name, state.settings), _get_effective_setting(name, settings)
+        if option.fixed_reason and state.trials and before != now and (name == "seed" or _may_have_used_metric(state)):
             raise InvalidInput(
                 f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
                 f"{option.fixed_reason}. Pass {before!r}, or choose another experiment name"
             )
 
 
-def _effective_setting(name: str, settings: Mapping[str, object]) -> object:
+def _get_effective_setting(name: str, settings: Mapping[str, object]) -> object:
     """Return the value of a setting, or its default; a list of one metric or mode is replaced by its element."""
     value = settings.get(name, "min" if name == "mode" else None)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -85,8 +85,8 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
     return plan.with_changes(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
-def _was_metric_used(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if no report has it: it is misspelt."""
+def _may_have_used_metric(state: Experiment) -> bool:
+    """Return whether a decision or proposal may have used the metric; False if no report has it (a misspelled name)."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -100,15 +100,15 @@ def require_search(state: Experiment, uri: str) -> None:
         InvalidInput: the experiment is a single training, or belongs to a user's own flow.
     """
     if not state.settings:
-        raise InvalidInput(f"experiment {state.name!r} at {uri} {_resume_advice(state)}")
+        raise InvalidInput(f"experiment {state.name!r} at {uri} {_format_advice(state)}")
 
 
-def _resume_advice(state: Experiment) -> str:
+def _format_advice(state: Experiment) -> str:
     """Return the kind of an experiment that is not a search, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
-    # Only the public tasks journal the run count of their flow run; a trial that only they save has no trainable.
+    # Only the public tasks journal the run count of their flow run. A trial that only they save has no trainable.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
             "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
@@ -161,7 +161,7 @@ def require_presence(
 ) -> Experiment | None:
     """Check, before anything is written, that the experiment exists or does not exist, as `resume` requires.
 
-    Returns `state`, or the state read from the journal; None if it was not needed.
+    Returns `state`, or the state read from the journal; None if no state was needed.
 
     Raises:
         ResumeFailed: the experiment must exist, and does not exist or cannot be read. Nothing was started.
@@ -206,7 +206,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def settings_before_training(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with the digest of the code that trained last; the first new step journals today's code."""
+    """Return the settings with the digest of the code that trained last: the first new step journals the new code."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
@@ -250,7 +250,7 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
     stored_count = state.settings.get("num_samples")
     if num_samples is None or (stored_count is None and "search" in options_only_in_code(state.settings)):
         return
-    old_count = _stored_sample_count(stored_count, state.settings.get("search"))
+    old_count = _get_stored_sample_count(stored_count, state.settings.get("search"))
     if isinstance(old_count, int) and UNLIMITED not in (old_count, num_samples) and num_samples < old_count:
         raise InvalidInput(
             f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples} as the "
@@ -262,9 +262,9 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples, and by run the samples that this run adds, for the journal.
+    """Return `plan` with the total number of samples; and for the journal, the samples that this run adds, by its key.
 
-    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
+    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds nothing again.
 
     Raises:
         InvalidInput: the experiment has no fixed number of samples.
@@ -282,18 +282,18 @@ def with_added_samples(
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
     """Return `plan` with the default number of samples if the default is not ten, so that the journal stores it.
 
-    A journal without a number means ten, for any space; an experiment that was begun with ten keeps ten.
+    A journal without a number of samples means ten, for any space; an experiment that was begun with ten keeps ten.
     """
-    if plan.num_samples is not None or plan.samples_per_run is not None or not _has_no_sample_count(plan.search):
+    if plan.num_samples is not None or plan.samples_per_run is not None or not _uses_default_count(plan.search):
         return plan
     default, settings = default_num_samples(plan.space or {}), state.settings
     if default == DEFAULT_NUM_SAMPLES:
         return plan
-    before = settings.get("num_samples", DEFAULT_NUM_SAMPLES) if _has_no_sample_count(settings.get("search")) else None
+    before = settings.get("num_samples", DEFAULT_NUM_SAMPLES) if _uses_default_count(settings.get("search")) else None
     return plan.with_changes(num_samples=DEFAULT_NUM_SAMPLES if settings and before == DEFAULT_NUM_SAMPLES else default)
 
 
-def _has_no_sample_count(search: object) -> bool:
+def _uses_default_count(search: object) -> bool:
     match search:
         case None | "RandomSearch":
             return True
@@ -310,7 +310,7 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
     if not state.settings:
         return 0
     search = state.settings.get("search", plan.search if "search" in options_only_in_code(state.settings) else None)
-    count = _stored_sample_count(state.settings.get("num_samples"), search)
+    count = _get_stored_sample_count(state.settings.get("num_samples"), search)
     if not isinstance(count, int) or count == UNLIMITED:
         raise InvalidInput(
             f"samples_per_run: experiment {state.name!r} has no fixed number of samples to add to; "
@@ -319,18 +319,18 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
     return count
 
 
-def _stored_sample_count(num_samples: Any, search: Any) -> object:
+def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
     """Return the total number of samples of an experiment's settings; None if the settings do not determine it."""
     if num_samples is not None:
         return num_samples
-    return DEFAULT_NUM_SAMPLES if _has_no_sample_count(search) else getattr(parse_search(search), "num_samples", None)
+    return DEFAULT_NUM_SAMPLES if _uses_default_count(search) else getattr(parse_search(search), "num_samples", None)
 
 
 # Warn of parameters that are probably not intended.
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry; if it has no other trial, the search's error says so."""
+    """Log how many errored trials this run does not retry, if it has other trials; if not, its error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -355,7 +355,7 @@ def warn_of_too_few_samples(state: Experiment, plan: SearchPlan, log: Log) -> No
 
 
 def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if existing trials were drawn from another space; it says whether new trials will be drawn."""
+    """Log a warning if existing trials were drawn from another space; say whether the search will draw new trials."""
     space_before, space_now = (
         None if "space" in options_only_in_code(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
@@ -436,7 +436,7 @@ def warn_of_unusual_mode(plan: SearchPlan, log: Log) -> None:
 def warn_of_constant_space(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
-    Logs none for a user's own search or `Repeated`, which may propose values that the space does not have.
+    Does not warn of a user's own search or `Repeated`: they may propose values that the space does not have.
     """
     space = validate_space(plan.space or {})
     proposes_more = type(plan.effective_search).__name__ not in BUILT_IN_MODULES["search"]
@@ -471,7 +471,7 @@ def require_one_process(uri: str, external: str = "") -> None:
 
     Args:
         uri: the URI of the target, which has no atomic create-if-absent.
-        external: what runs trials in other processes; empty for the flow's task runner.
+        external: what runs the trials in other processes; empty to check the flow's task runner.
 
     Raises:
         InvalidInput: `external` is not empty, or the flow's task runner uses other processes.
@@ -548,7 +548,7 @@ def _require_concurrency_limits(names: Sequence[str]) -> None:
 
 
 def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Stopper]:
-    """Return the specification of a single trial, whose attempts write the experiment's journal, and its stopper.
+    """Return the specification and the stopper of a single trial, whose attempts write the experiment's journal.
 
     Raises:
         InvalidInput: the stopper is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.

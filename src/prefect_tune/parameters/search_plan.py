@@ -98,10 +98,10 @@ class Flag:
     panel: Panel | None = Panel.SEARCH
     """The flag's panel in the help of `run`; None if `run` does not have it."""
     kind: Any = None
-    """The type of the values. None: an integer if `minimum` is set; otherwise the option's type, or text."""
+    """The type of the values. If None: an integer if `minimum` is set; otherwise the option's type, or text."""
     minimum: int | None = None
     flag: str = ""
-    """Empty for the option's name: `--keep-best` for `keep_best`."""
+    """Empty to derive the flag from the option's name, such as `--keep-best` from `keep_best`."""
     resume_position: int | None = None
     """The flag's position in the help of `resume`; None if `resume` does not have it."""
 
@@ -453,7 +453,7 @@ class SearchOptions(ValidatedParameters):
     reuse: Annotated[Reuse, Option(_DATA), Flag("HOW", "Share imports: auto (default) or never.", _WHERE)] = "auto"
 
     @model_validator(mode="after")
-    def _require_valid(self) -> Self:
+    def _require_valid_options(self) -> Self:
         if self.num_samples is not None and self.samples_per_run is not None:
             raise InvalidInput(
                 f"num_samples={self.num_samples} is the total, samples_per_run={self.samples_per_run} is what this run "
@@ -522,7 +522,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def effective_search(self) -> Search:
-        """The search algorithm, with the number of samples of this plan if it has one."""
+        """The search algorithm, with the number of samples in this plan if the plan has one."""
         return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
 
     @property

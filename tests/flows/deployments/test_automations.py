@@ -112,14 +112,14 @@ class TestInstalled:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         install_automations()
-        find_installed = automations._find_installed
+        find_installed = automations._find_installed_automations
 
         def find_and_delete(client: Any, wanted: Any) -> Any:
             for automation in (installed := find_installed(client, wanted)):
                 client.delete_automation(automation.id)
             return installed
 
-        monkeypatch.setattr(automations, "_find_installed", find_and_delete)
+        monkeypatch.setattr(automations, "_find_installed_automations", find_and_delete)
         assert set(uninstall_automations()) == set(automation_names())
         assert not set(read_automations()) & set(automation_names())
 

@@ -104,7 +104,7 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
                 case CheckpointsAdopted():
                     past_events.append(event.model_copy(update={"last_seen_at": None}))  # of the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
-                    pass  # a stop request without an effect yet concerns only the origin
+                    pass  # a stop request that had no effect yet concerns only the origin
                 case _:
                     past_events.append(event)
     return ForkPoint(state, past_events, state.settings, warm_starts)
@@ -180,11 +180,11 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork."""
+    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints now in the fork."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
-    copied = [key for key in needed if _key_in_fork(key, into).manifest_path in existing]
+    copied = [key for key in needed if _make_fork_key(key, into).manifest_path in existing]
     if len(copied) == len(needed):
         return copied
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
@@ -208,7 +208,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
         try:
             store.copy(f"{origin_folder}/{path}", f"{fork_folder}/{path}")
         except ObjectNotFound:
-            return path  # meanwhile its checkpoint was retired and deleted
+            return path  # its checkpoint was retired and deleted since the listing
         return None
 
     deleted = set(store.map(copy_blob, missing))
@@ -219,7 +219,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     require_stored(store, folder, required)
 
     def copy_manifest(key: CheckpointKey) -> CheckpointKey:
-        key_in_fork = _key_in_fork(key, into)
+        key_in_fork = _make_fork_key(key, into)
         publish_manifest(store, key_in_fork, complete[key].model_copy(update=key_fields(key_in_fork)))
         return key
 
@@ -229,7 +229,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     return copied
 
 
-def _key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
+def _make_fork_key(key: CheckpointKey, into: Experiment) -> CheckpointKey:
     return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 

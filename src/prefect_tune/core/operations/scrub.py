@@ -37,7 +37,7 @@ from prefect_tune.core.values import WriteStamp, digest_of
 #
 # The owner of a trial quarantines a checkpoint when it finds damage during a restore. Any other process that finds
 # damage writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does not
-# restore the checkpoint, and does not reuse its blobs, nor blobs of older checkpoints, which may be the same blobs. The
+# restore the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same blobs. The
 # alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth.
 #
 # A key names a manifest. Several trials may use it: the trial that saved it, and trials with a clone. The checkpoint is
@@ -75,7 +75,7 @@ def quarantine(
 def reinstate(
     store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
-    """Reinstate quarantined checkpoints of an experiment; return the keys of live checkpoints.
+    """Reinstate quarantined checkpoints of an experiment; return those of `keys` whose checkpoints are live now.
 
     The caller has verified them. A trial's next attempt starts from its newest checkpoint, reinstated or not.
     Raises like `quarantine`.
@@ -160,11 +160,11 @@ def inspect_checkpoints(
     max_bytes: float = math.inf,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Inspection:
-    """Read the live checkpoints of a share, and all checkpoints of a trial with a damaged one.
+    """Read the live checkpoints of a share, and all live checkpoints of each trial in which one is damaged.
 
-    Checkpoints of a trial share blobs, so a damaged blob often damages several. The limits `max_bytes` and `has_time`
-    apply only to the share, and at least one checkpoint of the share is read. A checkpoint that is retired during the
-    read is not damaged. If an object cannot be read, it is reported, and the other objects are read.
+    Checkpoints of a trial share blobs, so a damaged blob often damages several checkpoints. The limits `max_bytes` and
+    `has_time` apply only to the share, of which at least one checkpoint is read. A checkpoint that is retired during
+    the read is not damaged. An object that cannot be read is reported, and the other objects are read.
 
     Raises:
         StoreUnavailable, StoreRefused: the whole target cannot be read.

@@ -1,15 +1,15 @@
 """Collect the garbage of trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
 There is no grace period, and no reachable object is deleted: an object may be deleted once a later entry of the journal
-is a barrier of its trial, which is a retirement (see `is_deletable_checkpoint`). Names are never written twice, so a
-late deletion, by a process believed dead or a request believed lost, cannot delete a newer object.
+has a barrier of its trial. A barrier is a retirement (see `is_deletable_checkpoint`). Names are never written twice: if
+a process believed dead or a request believed lost deletes late, it cannot delete a newer object.
 
 - **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`delete_retired_objects`).
-- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While a trial has ended,
-  no save is running, so the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process
-  that starts the trial again comes after the barrier. A trial with an open outbox has not ended: its attempt may save
-  at any time, and writes its own barriers. On a target that supports only one writer, non-owners write no entries: they
-  delete only objects that need no new barrier, and `TrialGarbage.kept` gives the reason for the others.
+- **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While no attempt of a
+  trial may save, the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process that
+  starts the trial again comes after the barrier. An attempt with an open outbox may save at any time, and writes its
+  own barriers. On a target that supports only one writer, non-owners write no entries: they delete only objects that
+  need no new barrier, and `TrialGarbage.kept` gives the reason for the others.
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
@@ -196,17 +196,17 @@ class TrialGarbage:
     orphan_bytes: int = 0
     undecided_count: int = 0
     """Manifests that a clone needs, or that a running save may need before the trial's next retirement or end."""
-    answer_count: int = 0
+    message_count: int = 0
     """Replies to ended attempts, messages between their nodes, and journaled posts."""
     kept: str | None = None
-    """Why some garbage is not deleted; None if all is deleted."""
+    """Why some garbage is not deleted; None if all of it is deleted."""
     damage: str | None = None
     """The damage or read error that prevented the deletion; None if there is neither."""
 
     @property
     def object_count(self) -> int:
         """The number of objects; a checkpoint counts as one object."""
-        return len(self.checkpoints) + self.orphan_count + self.answer_count
+        return len(self.checkpoints) + self.orphan_count + self.message_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +239,14 @@ class _Candidates:
     needs_barrier: bool
 
 
-def has_trial_ended(trial: Trial) -> bool:
-    """Return whether no attempt of the trial can save before its next `AttemptStarted` event."""
-    return trial.phase in ENDED_PHASES and trial.outbox is None
+def may_still_save(trial: Trial) -> bool:
+    """Return whether an attempt of the trial may save; if False, only a new attempt (`AttemptStarted`) can save."""
+    return trial.phase not in ENDED_PHASES or trial.outbox is not None
 
 
-def _find_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """Return a trial's objects; None if it may not get a barrier, or is damaged: `collect_trial_garbage` reports it."""
-    if not has_trial_ended(trial) or not trial.attempt:
+def _find_garbage_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
+    """Return a trial's candidates; None without a barrier, or with damage, which `collect_trial_garbage` reports."""
+    if may_still_save(trial) or not trial.attempt:
         return None
     try:
         new_state = apply_trial_event(trial, CheckpointsRetired(trial=trial.id, retired_sequences=()), "non-owner")
@@ -293,16 +293,16 @@ def collect_experiment_garbage(
         return list(store.map(act_if_time, names))
 
     def make_barriers(state: Experiment) -> Sequence[CheckpointsRetired]:
-        ended = (name for name in barrier_names if has_trial_ended(state.trial(name)))
+        ended = (name for name in barrier_names if not may_still_save(state.trial(name)))
         return [CheckpointsRetired(trial=name, retired_sequences=()) for name in ended]
 
-    results = map_trials(lambda key, trial: _find_candidates(store, key, trial))
+    results = map_trials(lambda key, trial: _find_garbage_candidates(store, key, trial))
     candidates = {n: result for n, result in zip(names, results, strict=True) if isinstance(result, _Candidates)}
     barrier_names = [n for n, candidate in candidates.items() if candidate.needs_barrier and store.conditional_create]
     if barrier_names and not dry_run:
         state = append_as_non_owner(store, state.key, make_barriers, stamp)
-    for limit in make_barriers(state) if dry_run else ():
-        state = apply_event(state, limit, state.entry_count + 1, "non-owner")
+    for barrier in make_barriers(state) if dry_run else ():
+        state = apply_event(state, barrier, state.entry_count + 1, "non-owner")
     collected = map_trials(
         lambda key, trial: collect_trial_garbage(store, key, trial, candidates.get(trial.id), dry_run=dry_run)
     )
@@ -337,14 +337,14 @@ def collect_trial_garbage(
             leftovers = find_leftover_manifests(store, key, trial, checkpoints)
             blobs = find_orphan_blobs(store, key, trial, None if candidates is None else candidates.blobs)
             break
-        except OutdatedStateError as outdated:  # meanwhile the owner has retired checkpoints
+        except OutdatedStateError as outdated:  # the owner has retired checkpoints since
             trial = outdated.current
         except CheckpointCorrupt as corrupt:
             return TrialGarbage(trial.id, damage=str(corrupt))
         except Superseded:
             return TrialGarbage(trial.id, kept="its experiment is being deleted")
     to_delete = [old for old in leftovers if is_deletable_checkpoint(trial, old)]
-    last_ended = trial.attempt if has_trial_ended(trial) else trial.attempt - 1
+    last_ended = trial.attempt - 1 if may_still_save(trial) else trial.attempt
     messages = [
         *list_answers_up_to(store, key, last_ended),
         *list_node_objects_up_to(store, key, last_ended),
@@ -359,7 +359,7 @@ def collect_trial_garbage(
         orphan_count=len(blobs),
         orphan_bytes=sum(blob.size_bytes for blob in blobs),
         undecided_count=len(leftovers) - len(to_delete),
-        answer_count=len(messages),
+        message_count=len(messages),
         kept=kept,
     )
 
@@ -367,13 +367,13 @@ def collect_trial_garbage(
 # Retire the checkpoints of a finished experiment that a policy does not keep.
 
 
-def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
-    """Return the retirements of checkpoints that `policy` does not keep; none before all trials have ended.
+def plan_retirements(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
+    """Return the retirements of checkpoints that `policy` does not keep; none while an attempt may still save.
 
     Keeps the newest checkpoint of each trial, all checkpoints of the best trial, and the best checkpoint of all.
     """
     trials = experiment.trials.values()
-    if experiment.is_being_deleted or not all(has_trial_ended(trial) for trial in trials):
+    if experiment.is_being_deleted or any(may_still_save(trial) for trial in trials):
         return ()
     best = find_best_trial(experiment)
     best_saved = find_best_checkpoints(experiment, objective_from_settings(experiment.settings))
@@ -390,9 +390,9 @@ def plan_pruning(experiment: Experiment, policy: Retention) -> Sequence[Checkpoi
 def retire_unkept_checkpoints(
     store: ObjectStore, journal: JournalKey, policy: Retention, stamp: WriteStamp, *, dry_run: bool = False
 ) -> Sequence[CheckpointsRetired]:
-    """Write the `plan_pruning` retirements in one entry, and return them; `collect_trial_garbage` deletes the bytes.
+    """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again by then, no checkpoint is retired: the trial's owner has a policy. A dry run writes nothing.
+    If a trial runs again meanwhile, no checkpoint is retired: its owner has its own policy. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.
@@ -400,12 +400,12 @@ def retire_unkept_checkpoints(
         StoreUnavailable, CommitUnknown: call again.
     """
     if dry_run:
-        return plan_pruning(load_experiment(store, journal), policy)
+        return plan_retirements(load_experiment(store, journal), policy)
     retirements: Sequence[CheckpointsRetired] = ()
 
     def retirement_events(state: Experiment) -> Sequence[CheckpointsRetired]:
         nonlocal retirements
-        retirements = plan_pruning(state, policy)
+        retirements = plan_retirements(state, policy)
         return retirements
 
     append_as_non_owner(store, journal, retirement_events, stamp)
