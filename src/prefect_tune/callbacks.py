@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a journal type on first use, because the flows import this module."""
+    """Import a journal type only on first use: flows import this module, but not the journal types."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
@@ -73,7 +73,7 @@ class Callback:
     repeated event. A step that is trained again after a failure is reported again: see `started.from_step`.
 
     **Failures.** An exception in a hook is logged with its traceback, and the event counts as delivered. A hook that
-    hangs is abandoned when the search ends; the next run delivers the events that it has missed.
+    hangs is abandoned when the search ends; the next run delivers the events that the hook has missed.
 
     `trial` is the trial's current state in the journal. It may be newer than the event.
     """

@@ -17,9 +17,8 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-_run_start: tuple[datetime, float] | None = (
-    None  # time of day and monotonic time at which the last run of this process began
-)
+_run_start: tuple[datetime, float] | None = None
+"""The time of day and the monotonic time at which the last run of this process began."""
 
 
 def begin_run_clock() -> None:

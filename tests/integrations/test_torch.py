@@ -100,7 +100,7 @@ def test_ranks_divide_an_epoch_and_another_number_of_them_goes_on_with_what_none
     size: int, drop_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def next_batch(rank: int, ranks: int, position: Mapping[str, int]) -> tuple[list[int], Mapping[str, int]]:
-        monkeypatch.setattr(integration, "_rank_and_world_size", lambda: (rank, ranks))
+        monkeypatch.setattr(integration, "_get_rank_and_world_size", lambda: (rank, ranks))
         loader = integration.ResumableLoader(list(range(size)), 3, drop_last=drop_last)
         loader.load_state_dict(position)
         return next(iter(loader)).tolist(), loader.state_dict()

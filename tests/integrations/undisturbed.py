@@ -27,7 +27,7 @@ class StepCountingSession:
     steps: int
     directory: Path
     step: int = 0
-    is_own_process: bool = True
+    belongs_to_this_process: bool = True
 
     def report_step(
         self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False

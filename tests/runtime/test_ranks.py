@@ -62,7 +62,7 @@ def test_a_process_knows_which_trial_has_started_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PREFECT_TUNE_TRIAL_PROCESS", "1 a trial")
     ancestor = find_ancestor_trial()
     assert ancestor is not None
-    assert (ancestor.pid, ancestor.name) == (1, "a trial")
+    assert (ancestor.pid, ancestor.trial_name) == (1, "a trial")
 
 
 _TRIAL = "prefect_tune.runtime.processes.trial_process"

@@ -34,7 +34,7 @@ class Supervisor:
         self._waiting: deque[ToTrial] = deque()
         self._check_count = self.steps = self.saved = 0
 
-    def has_message(self) -> bool:
+    def is_readable(self) -> bool:
         self._check_count += 1
         if self._check_count == self._moment:
             self._waiting.append(self._message)

@@ -54,9 +54,9 @@ def load_variables(directory: str | Path, model: Any) -> None:
     """Load weights, optimizer state and seeds into a built and compiled model, without running code.
 
     Raises:
-        InvalidInput: the variables of the model and the saved model differ.
+        InvalidInput: the variables of the model and of the saved model differ.
     """
-    variables = _variables_of(model)
+    variables = _collect_variables(model)
     with np.load(Path(directory, _VARIABLES_FILE), allow_pickle=False) as saved:
         shapes, expected = [saved[name].shape for name in saved.files], [tuple(it.shape) for it in variables]
         if shapes != expected:
@@ -129,7 +129,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         save_last_step(self._save_state)
 
     def _save_state(self, directory: str) -> None:
-        arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in _variables_of(self.model)]
+        arrays = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in _collect_variables(self.model)]
         np.savez(Path(directory, _VARIABLES_FILE), *arrays)
         name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  libraries draw from the global generator
         numpy_state, torch = [name, np.asarray(keys).tolist(), *rest], sys.modules.get("torch")
@@ -151,7 +151,7 @@ def _move_path(callback: object, kind: type, attribute: str) -> None:
                 setattr(callback, name, path + os.fspath(value).removeprefix(original))
 
 
-def _variables_of(model: Any) -> Sequence[Any]:
+def _collect_variables(model: Any) -> Sequence[Any]:
     """Return the weights, seeds and optimizer variables, each once. Metrics are left out: each epoch resets them."""
     optimizer = model.optimizer
     if not optimizer.built:

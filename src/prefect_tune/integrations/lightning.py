@@ -114,7 +114,7 @@ class TuneReportCheckpointCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the number of processes before the training, and move output paths below the trial's directory.
 
-        Lightning sets up a `ModelCheckpoint` after all other callbacks.
+        A `ModelCheckpoint` uses its moved path, because Lightning sets it up after all other callbacks.
         """
         del pl_module
         self._rank = get_validated_rank("Trainer", trainer.world_size)
@@ -147,11 +147,11 @@ class TuneReportCheckpointCallback(Callback):
         try:
             attrgetter(*_USED_INTERNALS)(fit_loop)
             for loop, name, method in (
-                (fit_loop, "on_run_start", self._start_run),
-                (epoch_loop, "reset", self._restore_epoch),
+                (fit_loop, "on_run_start", self._start_fit),
+                (epoch_loop, "reset", self._reset_epoch),
                 (epoch_loop, "on_advance_end", self._end_batch),
                 (fit_loop, "on_advance_end", self._end_epoch),
-                (fit_loop, "on_run_end", self._end_run),
+                (fit_loop, "on_run_end", self._end_fit),
             ):
                 # Wrap the method of the class: in a second `fit`, the loop's own method is this patch.
                 setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
@@ -159,7 +159,7 @@ class TuneReportCheckpointCallback(Callback):
             version = lightning.__version__
             raise InvalidInput(f"lightning {version}: expected the training loop of version 2.6: {error}") from error
 
-    def _start_run(self, on_run_start: Callable[[], None]) -> None:
+    def _start_fit(self, on_run_start: Callable[[], None]) -> None:
         loaders = self._trainer.fit_loop._combined_loader.flattened  # no public attribute has all loaders
         if stateless := [type(loader).__name__ for loader in loaders if not hasattr(loader, "load_state_dict")]:
             raise InvalidInput(
@@ -198,7 +198,7 @@ class TuneReportCheckpointCallback(Callback):
         has_state = self._rank > 0 and rank_file.exists()
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
-    def _restore_epoch(self, reset: Callable[[], None]) -> None:
+    def _reset_epoch(self, reset: Callable[[], None]) -> None:
         """Reset an epoch. After a restore, Lightning must neither repeat nor skip parts of a batch."""
         reset()
         fit_loop = self._trainer.fit_loop
@@ -220,7 +220,7 @@ class TuneReportCheckpointCallback(Callback):
         elif self._due_metrics is not None:
             self._report_metrics(self._due_metrics)
 
-    def _end_run(self, on_run_end: Callable[[], None]) -> None:
+    def _end_fit(self, on_run_end: Callable[[], None]) -> None:
         save_last_step(self._save_trainer)
         on_run_end()
 

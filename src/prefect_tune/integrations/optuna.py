@@ -1,8 +1,8 @@
 """All samplers and pruners of Optuna, as searches and schedulers that a resume continues exactly.
 
 In Optuna, all trials share one random generator, and a sampler stores notes on trials in Optuna's storage. Here, a new
-copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. A resume replays
-the trials in order to rebuild the notes. So proposals depend only on the journal.
+copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. To rebuild the
+notes, a resume replays the trials in their order. So proposals depend only on the journal.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from prefect_tune.integrations.optuna_study import (
     Study,
     TrialParameters,
     check_sampler,
-    distribution_of,
     drop_functions,
+    extract_parameters,
     from_optuna_value,
+    get_objective_values,
     is_exhaustive,
     iter_domains,
+    make_distribution,
     make_sampler,
     mask_undrawable_options,
-    objective_values,
-    read_parameters,
     silencing_optuna,
     to_optuna_value,
 )
@@ -80,8 +80,8 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 class OptunaPruner(Scheduler):
     """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. See `ASHA`.
 
-    Successive halving, Hyperband and threshold pruners are called at the steps that they compare. All other pruners are
-    called at each step.
+    Successive halving, Hyperband and threshold pruners are called at the steps at which they may prune a trial, and all
+    other pruners at each step.
     """
 
     pruner: BasePruner
@@ -140,7 +140,8 @@ class _OptunaSchedule(Schedule):
         trial_id, step = self._ids[report.trial], report.report.step
         last_step = self._trials.get_trial(trial_id).last_step
         if last_step is None or step > last_step:
-            (value,) = objective_values(self._objective, report.report.metrics, f"trial {report.trial!r}, step {step}")
+            where = f"trial {report.trial!r}, step {step}"
+            (value,) = get_objective_values(self._objective, report.report.metrics, where)
             self._trials.set_trial_intermediate_value(trial_id, step, value)
             with silencing_optuna():
                 is_pruned = self._pruner.prune(self._study, self._trials.get_trial(trial_id))
@@ -255,18 +256,18 @@ class _OptunaSearchState(SearchState):
             return _EXHAUSTED
         fixed = self._queued_points[0][1] if self._queued_points else _NO_VALUES
         trial, config = self._propose(number, fixed)
-        if not fixed and self._sampler.is_exhaustive and _proposal_key(trial) in self._tried_keys:
+        if not fixed and self._sampler.is_exhaustive and _get_proposal_key(trial) in self._tried_keys:
             self._is_exhausted = True  # there is no further proposal; Optuna keeps the unused trial
             return _EXHAUSTED
         self._pop_point(config)
-        parameters = read_parameters(self._readable_space, self._domains, config)
+        parameters = extract_parameters(self._readable_space, self._domains, config)
         assert parameters is not None, config  # noqa: S101 - drawn from the same space
         self._store_trial(number, config, trial, parameters)
         return Proposed(config)
 
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         fixed = self._pop_point(config)
-        parameters = read_parameters(self._readable_space, self._domains, config)
+        parameters = extract_parameters(self._readable_space, self._domains, config)
         if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return
         if not self._sampler.needs_replay:
@@ -280,7 +281,7 @@ class _OptunaSearchState(SearchState):
     def on_report(self, number: int, report: StepReport) -> None:
         if number in self._trials_by_number and self._has_one_metric:  # else Optuna has no intermediate values
             trial_id, _ = self._trials_by_number[number]
-            (value,) = objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
+            (value,) = get_objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
             self._reopen_trial(number)
             self._trials.set_trial_intermediate_value(trial_id, report.step, value)
 
@@ -301,7 +302,7 @@ class _OptunaSearchState(SearchState):
             self.on_report(number, report)
             self._store_metrics(*self._trials_by_number[number], report, f"trial {number}")
             if not (was_stopped and self._has_one_metric):
-                values = objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
+                values = get_objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
                 state = TrialState.COMPLETE
         except BadMetric as error:
             _log.warning("the search counts this trial as failed: %s", error)
@@ -310,11 +311,11 @@ class _OptunaSearchState(SearchState):
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         """Add a trial of another experiment. The sampler did not propose it, and has no notes on it."""
-        parameters = read_parameters(self._readable_space, self._domains, config)
+        parameters = extract_parameters(self._readable_space, self._domains, config)
         if parameters is None or not (parameters.is_complete or self._sampler.accepts_partial_trials):
             return False
         try:
-            values = objective_values(self._objective, report.metrics, _FOREIGN_TRIAL)
+            values = get_objective_values(self._objective, report.metrics, _FOREIGN_TRIAL)
         except BadMetric:
             return False
         trial_id = self._trials.replace_parameters(self._trials.add_running_trial(), parameters, {})._trial_id  # noqa: SLF001 - no public name
@@ -339,12 +340,12 @@ class _OptunaSearchState(SearchState):
 
         def draw(name: str, domain: Domain) -> float:
             # Also suggest fixed values: Optuna needs them before it draws parameters that depend on them.
-            stored = trial._suggest(name, distribution_of(domain))  # noqa: SLF001 - like suggest_float and others
+            stored = trial._suggest(name, make_distribution(domain))  # noqa: SLF001 - like suggest_float and others
             value = drawn.setdefault(name, from_optuna_value(domain, stored))
             assert isinstance(value, int | float), name  # noqa: S101 - fixed values come from the same space
             return value
 
-        self._study.sampler = self._sampler.sampler_for_proposal(number)
+        self._study.sampler = self._sampler.prepare_proposal_sampler(number)
         with silencing_optuna():
             if fixed:
                 domains = self._domains
@@ -361,7 +362,7 @@ class _OptunaSearchState(SearchState):
         notes = trial.system_attrs if self._sampler.needs_replay else {}
         stored = self._trials.replace_parameters(trial, parameters, notes)
         self._trials_by_number[number] = (stored._trial_id, config)  # noqa: SLF001 - there is no public name
-        self._tried_keys.add(_proposal_key(stored))
+        self._tried_keys.add(_get_proposal_key(stored))
 
     def _reopen_trial(self, number: int) -> None:
         """Set the trial to running if it had ended: it was resumed."""
@@ -394,11 +395,11 @@ class _OptunaSearchState(SearchState):
         if self._sampler.is_exhaustive:  # its `after_trial` would only search the grid again
             self._trials.set_trial_state_values(trial._trial_id, state, values)  # noqa: SLF001 - no public name
             return
-        self._study.sampler = self._sampler.sampler_for_result(number)
+        self._study.sampler = self._sampler.prepare_result_sampler(number)
         self._study.tell(trial.number, values, state)
         self._is_exhausted = self._study.is_stopped
 
 
-def _proposal_key(trial: FrozenTrial) -> object:
+def _get_proposal_key(trial: FrozenTrial) -> object:
     """Return the key of a proposal; an exhaustive sampler proposes each key once."""
     return trial.system_attrs.get("grid_id", tuple(trial.params.items()))

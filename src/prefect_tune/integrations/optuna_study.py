@@ -51,7 +51,7 @@ class TrialParameters:
     """Whether the space has no further parameters."""
 
 
-def read_parameters(
+def extract_parameters(
     space: Mapping[str, object], domains: Mapping[str, Domain], config: Mapping[str, object]
 ) -> TrialParameters | None:
     """Return the parameters of `config`; None if a value is outside of the space.
@@ -73,62 +73,62 @@ def read_parameters(
                 is_complete = False
     present = {name: domain for name, domain in domains.items() if name in drawn}
     values = {name: to_optuna_value(domain, drawn[name]) for name, domain in present.items()}
-    return TrialParameters(values, {name: distribution_of(domain) for name, domain in present.items()}, is_complete)
+    return TrialParameters(values, {name: make_distribution(domain) for name, domain in present.items()}, is_complete)
 
 
-def iter_domains(node: object, name: str = "") -> Iterator[tuple[str, Domain]]:
+def iter_domains(space: object, name: str = "") -> Iterator[tuple[str, Domain]]:
     """Yield the name and the domain of each parameter that can be drawn, including the parameters of options."""
-    match node:
+    match space:
         case dict():
-            for key, child in node.items():
+            for key, child in space.items():
                 yield from iter_domains(child, child_path(name, key))
         case list():
-            for index, child in enumerate(node):
+            for index, child in enumerate(space):
                 yield from iter_domains(child, child_path(name, index))
         case Choice() | Grid():
-            yield name, node
-            for index, child in enumerate(node.options):
+            yield name, space
+            for index, child in enumerate(space.options):
                 yield from iter_domains(child, option_path(name, index))
         case Float() | Integer() | Normal():
-            yield name, node
+            yield name, space
         case _:
             return
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
     """Return a space without its functions, in alphabetical order: a journal keeps no other order."""
-    return {key: _map_nodes(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
+    return {key: _map_space(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
 def mask_undrawable_options(space: Mapping[str, object]) -> dict[str, object]:
     """Return a space in which no configuration matches an option with the weight 0."""
 
-    def mask_options(node: object) -> object:
-        if not isinstance(node, Choice):
-            return node
-        drawable = _drawable_indexes(node)
-        options = tuple(value if index in drawable else _UNMATCHABLE for index, value in enumerate(node.options))
-        return Choice(options, node.weights)
+    def mask_options(domain: object) -> object:
+        if not isinstance(domain, Choice):
+            return domain
+        drawable = _find_drawable_indexes(domain)
+        options = tuple(value if index in drawable else _UNMATCHABLE for index, value in enumerate(domain.options))
+        return Choice(options, domain.weights)
 
-    return {key: _map_nodes(node, mask_options) for key, node in space.items()}
+    return {key: _map_space(value, mask_options) for key, value in space.items()}
 
 
-def _map_nodes(node: object, change: Callable[[object], object]) -> object:
-    match node:
+def _map_space(space: object, change: Callable[[object], object]) -> object:
+    match space:
         case dict():
-            return {key: _map_nodes(node[key], change) for key in sorted(node)}
+            return {key: _map_space(space[key], change) for key in sorted(space)}
         case list():
-            return [_map_nodes(child, change) for child in node]
+            return [_map_space(child, change) for child in space]
         case Choice(options, weights):
-            return change(Choice(tuple(_map_nodes(value, change) for value in options), weights))
+            return change(Choice(tuple(_map_space(value, change) for value in options), weights))
         case _:
-            return change(node)
+            return change(space)
 
 
-def distribution_of(domain: Domain) -> BaseDistribution:
-    """Return Optuna's distribution for a domain. A normal number is drawn by its quantile, a choice by its options.
+def make_distribution(domain: Domain) -> BaseDistribution:
+    """Return Optuna's distribution for a domain. A normal number becomes its quantile, a choice becomes its options.
 
-    Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds.
+    Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds the result.
     """
     match domain:
         case Float(low, high, "linear", q) if q is not None:
@@ -142,8 +142,8 @@ def distribution_of(domain: Domain) -> BaseDistribution:
         case Normal():
             return FloatDistribution(0.0, 1.0)
         case Choice() | Grid():
-            labels = _choice_labels(domain)
-            return CategoricalDistribution([labels[index] for index in _drawable_indexes(domain)])
+            labels = _make_choice_labels(domain)
+            return CategoricalDistribution([labels[index] for index in _find_drawable_indexes(domain)])
         case _:
             assert_never(domain)
 
@@ -158,7 +158,7 @@ def from_optuna_value(domain: Domain, stored: Scalar) -> float:
         case Normal():
             return domain.draw_at(_require_number(stored))
         case Choice() | Grid():
-            return _choice_labels(domain).index(stored)
+            return _make_choice_labels(domain).index(stored)
         case _:
             assert_never(domain)
 
@@ -175,12 +175,12 @@ def to_optuna_value(domain: Domain, drawn: object) -> Scalar:
         case Normal(mean, sd):
             return NormalDist(mean, sd).cdf(_require_number(drawn))
         case Choice() | Grid():
-            return _choice_labels(domain)[int(_require_number(drawn))]
+            return _make_choice_labels(domain)[int(_require_number(drawn))]
         case _:
             assert_never(domain)
 
 
-def _choice_labels(domain: Choice | Grid) -> list[Scalar]:
+def _make_choice_labels(domain: Choice | Grid) -> list[Scalar]:
     """Return Optuna's choices: the options, or their indexes if Optuna cannot distinguish the options."""
     plain = [value for value in domain.options if value is None or isinstance(value, bool | int | float | str)]
     if len(plain) == len(domain.options) == len(set(plain)):
@@ -188,7 +188,7 @@ def _choice_labels(domain: Choice | Grid) -> list[Scalar]:
     return list(range(len(domain.options)))
 
 
-def _drawable_indexes(domain: Choice | Grid) -> list[int]:
+def _find_drawable_indexes(domain: Choice | Grid) -> list[int]:
     """Return the indexes of the options with a nonzero weight: samplers ignore the size of a weight."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
@@ -206,7 +206,7 @@ def _require_number(value: object) -> float:
 
 
 class StudyStorage(InMemoryStorage):
-    """Optuna's in-memory storage with one study; its trials can also be changed."""
+    """Optuna's in-memory storage with one study, extended by methods that change its trials."""
 
     def __init__(self, name: str, modes: Sequence[Mode]) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Study(optuna.Study):
         self.is_stopped = True
 
 
-def objective_values(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
+def get_objective_values(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
     """Return the objective's metrics as reported, not as losses: a sampler may depend on the signs.
 
     Raises:
@@ -295,7 +295,7 @@ _STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.
 The others store notes in the study or its trials (a generation, an optimizer's state, the position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters. After such a trial, others draw the parameter at random."""
+"""Samplers that support trials with missing parameters. After such trials, others draw those parameters at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Types whose objects are not copied: thousands of constants, and a cache that is derived from the trials."""
@@ -304,15 +304,15 @@ _SEED_BITS = 128
 
 
 class SeededSampler:
-    """A sampler that is copied for each proposal. Each copy is new and has its own seeds.
+    """A sampler that is copied for each proposal. Each copy has its own seeds.
 
     The sampler's own seeds are ignored: draws depend on the experiment's seed and the number of the trial.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
-        self._pristine = copy.deepcopy(sampler)
+        self._original_sampler = copy.deepcopy(sampler)
         self._seed = seed
-        parts = list(_iter_parts(self._pristine, set()))
+        parts = list(_iter_parts(self._original_sampler, set()))
         for part in parts:
             if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
@@ -322,7 +322,7 @@ class SeededSampler:
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies: they are reseeded before each use.
         self._shared: dict[int, object] = {id(it): it for it in parts if isinstance(it, (*_SHARED_TYPES, _Generator))}
-        if isinstance(core := unwrap_sampler(self._pristine), samplers.GridSampler):
+        if isinstance(core := unwrap_sampler(self._original_sampler), samplers.GridSampler):
             self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - constant
         kinds = {type(part) for part in parts if isinstance(part, BaseSampler)} - {samplers.PartialFixedSampler}
         self.needs_replay = not kinds <= {*_STATELESS_SAMPLERS}
@@ -331,15 +331,15 @@ class SeededSampler:
         self.is_grid = isinstance(unwrap_sampler(sampler), samplers.GridSampler)
         self.reset_search_space_cache()  # a sampler may have been used before
 
-    def sampler_for_proposal(self, number: int) -> BaseSampler:
+    def prepare_proposal_sampler(self, number: int) -> BaseSampler:
         """Return a sampler for the proposal of trial `number`. The proposal does not depend on earlier calls."""
         self._seed_generators("propose", number)
-        return copy.deepcopy(self._pristine, dict(self._shared))
+        return copy.deepcopy(self._original_sampler, dict(self._shared))
 
-    def sampler_for_result(self, number: int) -> BaseSampler:
+    def prepare_result_sampler(self, number: int) -> BaseSampler:
         """Return the sampler that receives the end of trial `number`. Later copies contain what it stores."""
         self._seed_generators("ended", number)
-        return self._pristine
+        return self._original_sampler
 
     def reset_search_space_cache(self) -> None:
         """Reset the caches that are derived from the trials, because an ended trial is running again."""

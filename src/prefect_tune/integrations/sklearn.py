@@ -47,7 +47,7 @@ class PartialFitTrainable(Trainable):
 
     A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
     and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial. If an
-    estimator's `random_state` is None, it is set to `seed`: scikit-learn would draw from NumPy's global state.
+    estimator's `random_state` is None, it is set to `seed`: else scikit-learn would draw from NumPy's global state.
     A changed configuration (population-based training) sets the parameters of the restored estimator.
     """
 

@@ -210,7 +210,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         options: all other options of a `DataLoader`, except samplers.
 
     Raises:
-        InvalidInput: an option would determine the order or the position in it, or a value has the wrong type.
+        InvalidInput: an option would determine the order of the examples or the position, or has the wrong type.
     """
 
     def __init__(
@@ -294,30 +294,30 @@ class _BatchOrder:
     @property
     def global_batch_size(self) -> int:
         """The number of examples in a batch of all ranks."""
-        return self._batch_size * _rank_and_world_size()[1]
+        return self._batch_size * _get_rank_and_world_size()[1]
 
     def __len__(self) -> int:
-        return len(self._batch_starts(0))
+        return len(self._find_batch_starts(0))
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = np.random.default_rng((self._seed, self.epoch))
         order = generator.permutation(self._size) if self._shuffle else np.arange(self._size)
-        rank, world_size = _rank_and_world_size()
-        for start in self._batch_starts(self.examples_done):
+        rank, world_size = _get_rank_and_world_size()
+        for start in self._find_batch_starts(self.examples_done):
             batch = order[start : start + self._batch_size * world_size]
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
     def end_epoch_if_done(self) -> None:
-        """Begin the next epoch if no batch is left; after a change of the world size, less than a batch may remain."""
-        if self.examples_done and not self._batch_starts(self.examples_done):
+        """Begin the next epoch if no batch is left; after a change of the world size, less than a batch may be left."""
+        if self.examples_done and not self._find_batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 
-    def _batch_starts(self, begin: int) -> range:
+    def _find_batch_starts(self, begin: int) -> range:
         """Return the index of the first example of each batch in an epoch, from the index `begin` on."""
         return range(begin, self._size - (self.global_batch_size - 1 if self._drop_last else 0), self.global_batch_size)
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def _get_rank_and_world_size() -> tuple[int, int]:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -120,11 +120,11 @@ class CheckpointWriter(StorageWriter):
     ```
 
     If several ranks have a tensor, one of them writes it. `torch.load` must be able to read all other values with
-    `weights_only=True`. Report a directory of `dcp.async_save` once its future is done.
+    `weights_only=True`. Report a directory of `dcp.async_save` only after the future of that call is done.
 
     Args:
         directory: this rank's directory: the argument of `save_checkpoint`, or `pt.get_trial().new_checkpoint_dir()`.
-            A missing directory, such as `checkpoint_dir + "/model"`, is created. It can contain one `dcp.save`.
+            A missing directory, such as `checkpoint_dir + "/model"`, is created. A directory holds only one `dcp.save`.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -153,7 +153,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         control.should_training_stop = control.should_training_stop or self._is_trial_over
 
     def _request_save(self, args: Any, state: Any, control: Any) -> None:
-        """Request that the Trainer logs and then saves to a temporary folder; then the Trainer calls `on_save`."""
+        """Make the Trainer log, save to a temporary folder, and then call `on_save`."""
         if not self._is_trial_over:
             control.should_log = control.should_save = True
             self._requested_step = state.global_step

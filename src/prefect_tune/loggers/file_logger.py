@@ -73,8 +73,8 @@ def require_package(module: str, extra: str, logger: str) -> None:
 class StepRows:
     """A text file with a row per step. A step replaces its earlier row and all later rows. A row is a JSON object.
 
-    A line that a crash truncated is ignored. Each row is passed to the operating system at once. After `sync`, it
-    survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
+    A line that a crash truncated is ignored. Each row is passed to the operating system at once. After `sync`, the
+    row survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
     """
 
     header_line_count = 0
@@ -89,7 +89,7 @@ class StepRows:
 
     def write_row(self, trial: str, report: StepReport) -> str:
         """Write and return the row of a step; it replaces the rows of this step and all later steps."""
-        row = self._format_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
+        row = self._make_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
         if report.step <= self.last_step:
             self.remove_rows_after(report.step - 1)
         with self._path.open("a", encoding="utf-8") as file:
@@ -106,10 +106,10 @@ class StepRows:
         """Remove the rows of later steps, and lines that are not rows."""
         text, lines = self._read_text(), self.read_lines()
         header, rows = lines[: self.header_line_count], lines[self.header_line_count :]
-        kept = [row for row in rows if 0 < self._step_of(row) <= step]
+        kept = [row for row in rows if 0 < self._parse_step(row) <= step]
         if (kept_text := _join_lines([*header, *kept])) != text:
             self._rewrite(kept_text)
-        self.last_step = self._step_of(kept[-1]) if kept else 0
+        self.last_step = self._parse_step(kept[-1]) if kept else 0
 
     def sync(self) -> None:
         """Sync all rows to the disk."""
@@ -118,10 +118,10 @@ class StepRows:
                 sync_to_disk(path)
             self._is_dirty = False
 
-    def _format_row(self, fields: Mapping[str, object], report: StepReport) -> str:
+    def _make_row(self, fields: Mapping[str, object], report: StepReport) -> str:
         return json.dumps({**fields, **{name: value for name, value in report.metrics.items() if name not in fields}})
 
-    def _step_of(self, row: str) -> int:
+    def _parse_step(self, row: str) -> int:
         """Return the step of a row; 0 for a line that is not a row."""
         try:
             return int(json.loads(row)["step"])
@@ -145,7 +145,7 @@ class CSVRows(StepRows):
         super().__init__(path)
         self._columns = next(csv.reader(self.read_lines()[:1]), [])
 
-    def _format_row(self, fields: Mapping[str, object], report: StepReport) -> str:
+    def _make_row(self, fields: Mapping[str, object], report: StepReport) -> str:
         values = {**fields, **flatten(report.metrics), **fields}
         if new := [name for name in values if name not in self._columns]:
             self._columns += new
@@ -153,7 +153,7 @@ class CSVRows(StepRows):
             self._rewrite(_join_lines([_format_csv_line(self._columns), *rows]))
         return _format_csv_line([_encode_multiline(values.get(column)) for column in self._columns])
 
-    def _step_of(self, row: str) -> int:
+    def _parse_step(self, row: str) -> int:
         cells = next(csv.reader([row]), [])
         return int(cells[1]) if len(cells) > 1 and cells[1].isdecimal() else 0
 
@@ -181,7 +181,7 @@ class RowLogger(FolderLogger):
         self._row_type = rows
         self._rows: dict[str, StepRows] = {}
 
-    def rows_of(self, trial: str) -> StepRows:
+    def get_rows(self, trial: str) -> StepRows:
         """Return the rows of a trial, including rows of an existing file."""
         if trial not in self._rows:
             self._rows[trial] = self._row_type(self.make_trial_folder(trial) / self._file_name)
@@ -197,7 +197,7 @@ class RowLogger(FolderLogger):
 
     def close_rows(self, trial: Trial) -> None:
         """Sync the rows of an ended trial to the disk."""
-        self.rows_of(trial.id).sync()
+        self.get_rows(trial.id).sync()
         del self._rows[trial.id]
 
     def get_state(self) -> Mapping[str, object] | None:
@@ -243,7 +243,7 @@ class FileLogger(RowLogger):
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         config = json.dumps(dict(trial.config), indent=2)
         replace_file(self.make_trial_folder(trial.id) / "params.json", config.encode())
-        self.rows_of(trial.id).remove_rows_after(started.from_step)
+        self.get_rows(trial.id).remove_rows_after(started.from_step)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        self.rows_of(trial.id).write_row(trial.id, report)
+        self.get_rows(trial.id).write_row(trial.id, report)

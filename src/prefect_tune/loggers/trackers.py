@@ -74,7 +74,7 @@ class MLflowLogger(Callback):
         self._experiment_name = experiment_name
         self._tags = dict(tags or {})
         self._runs: dict[str, _MLflowRun] = {}
-        self._mlflow_id = ""
+        self._experiment_mark = ""
 
     def setup(self, search: SearchInfo) -> None:
         from mlflow import MlflowClient
@@ -89,26 +89,26 @@ class MLflowLogger(Callback):
                 f"(mlflow experiments restore -x {experiment.experiment_id}), or pass another experiment_name"
             )
         self._experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._mlflow_id = (experiment.tags.get(_ID_TAG) if experiment else None) or uuid.uuid4().hex
-        self._client.set_experiment_tag(self._experiment_id, _ID_TAG, self._mlflow_id)
+        self._experiment_mark = (experiment.tags.get(_ID_TAG) if experiment else None) or uuid.uuid4().hex
+        self._client.set_experiment_tag(self._experiment_id, _ID_TAG, self._experiment_mark)
 
     def get_state(self) -> Mapping[str, object] | None:
-        return {"experiment": self._mlflow_id}
+        return {"experiment": self._experiment_mark}
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
-        return state.get("experiment") == self._mlflow_id
+        return state.get("experiment") == self._experiment_mark
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
         del started
-        with self._mlflow_run(trial) as run:
+        with self._using_run(trial) as run:
             run.mark_running()
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        with self._mlflow_run(trial) as run:
+        with self._using_run(trial) as run:
             run.log_step(report)
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        with self._mlflow_run(trial) as run:
+        with self._using_run(trial) as run:
             run.set_tag("prefect_tune.last_failure", f"{ended.cause}: {ended.reason}")
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
@@ -118,14 +118,14 @@ class MLflowLogger(Callback):
         self._end_run(trial, "FAILED", str(gave_up.reason))
 
     def _end_run(self, trial: Trial, status: str, reason: str) -> None:
-        with self._mlflow_run(trial) as run:
+        with self._using_run(trial) as run:
             run.log_last_metrics(last_report(trial))
             run.set_tag("prefect_tune.reason", reason)
             run.terminate(status)
         del self._runs[trial.id]
 
     @contextmanager
-    def _mlflow_run(self, trial: Trial) -> Iterator[_MLflowRun]:
+    def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
         """Yield the trial's run. After an error, the next call searches for the run: a user may have deleted it."""
         if trial.id not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
@@ -154,21 +154,21 @@ class _MLflowRun:
             client.log_batch(self._id, params=params)
         self._values: dict[str, dict[int, float]] = {}
         """The newest values in the run, by metric and step; only of metrics that were fetched."""
-        self._last = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
+        self._last_step = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
 
     def log_step(self, report: StepReport) -> None:
         """Log the numbers of a step, except values that the run already has at this step."""
         metrics = _make_metrics(report)
-        if report.step <= self._last:
+        if report.step <= self._last_step:
             logged = {name: self._fetch_values(name).get(report.step) for name in metrics}
-            metrics = {name: value for name, value in metrics.items() if not _is_equal_number(value, logged[name])}
+            metrics = {name: value for name, value in metrics.items() if not _is_already_logged(value, logged[name])}
         self._log_metrics(metrics, report.step)
-        self._last = max(self._last, report.step)
+        self._last_step = max(self._last_step, report.step)
 
     def log_last_metrics(self, report: StepReport) -> None:
         """Log the trial's last metrics again at the run's last step, if that step is later: MLflow then shows them."""
-        if report.step < self._last:
-            self._log_metrics(_make_metrics(report), self._last)
+        if report.step < self._last_step:
+            self._log_metrics(_make_metrics(report), self._last_step)
 
     def mark_running(self) -> None:
         self._client.update_run(self._id, status="RUNNING")
@@ -201,7 +201,7 @@ def _make_metrics(report: StepReport) -> dict[str, float]:
     return {**numbers, _STEP_METRIC: float(report.trained_seconds)}
 
 
-def _is_equal_number(value: float, logged: float | None) -> bool:
+def _is_already_logged(value: float, logged: float | None) -> bool:
     return value == logged or (logged is not None and isnan(value) and isnan(logged))
 
 
@@ -336,12 +336,12 @@ class WandbLogger(RowLogger):
         self._runs: OrderedDict[str, WandbRun] = OrderedDict()  # least recently used first
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        self.rows_of(trial.id).remove_rows_after(started.from_step)
+        self.get_rows(trial.id).remove_rows_after(started.from_step)
         self._close_run(trial.id, 0)
         self._open_run(trial)
 
     def on_trial_result(self, trial: Trial, report: StepReport) -> None:
-        rows = self.rows_of(trial.id)
+        rows = self.get_rows(trial.id)
         if report.step <= rows.last_step:
             rows.remove_rows_after(report.step - 1)
             self._close_run(trial.id, 0)
@@ -387,7 +387,7 @@ class WandbLogger(RowLogger):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
         )
         self._runs[trial.id] = run
-        for row in self.rows_of(trial.id).read_lines():
+        for row in self.get_rows(trial.id).read_lines():
             _log_row(run, row)
         for other in (self._folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"):
             if other.parent != Path(run.dir).parent:

@@ -34,7 +34,7 @@ _METADATA_TIMEOUT = timedelta(minutes=1)
 _DISPLAY_TIMEOUT = timedelta(seconds=10)
 
 
-class _AdvisingMeta(type):
+class _AttributeAdviceMeta(type):
     """Raises the same error for an unknown attribute of the class as for an unknown attribute of an instance."""
 
     if not TYPE_CHECKING:  # else a type checker would accept every name
@@ -43,7 +43,7 @@ class _AdvisingMeta(type):
             raise _attribute_error(name)
 
 
-class Checkpoint(metaclass=_AdvisingMeta):
+class Checkpoint(metaclass=_AttributeAdviceMeta):
     """A directory of files: on this machine, on a target, or in any other bucket.
 
     Every byte of a checkpoint that prefect-tune committed is verified when it is read. A plain directory (Ray's,
@@ -117,7 +117,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
         """Copy the files to a local directory and return its path. The caller owns the directory; it is not removed.
 
         Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
-        other processes share that directory until its files are changed. If several processes request one directory,
+        other processes share that directory until a file in it is changed. If several processes request one directory,
         one downloads and the others wait. A directory appears complete or not at all. Existing files are reused.
 
         ```python
@@ -154,7 +154,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
 
         A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
         machine: all processes and threads share the copy, and the copy is removed when the last of them leaves the
-        block. The copy of a killed process is removed after the next use of the checkpoint, or after an unused week.
+        block. A killed process's copy is removed after the next use of the checkpoint, or after a week without use.
 
         ```python
         with checkpoint.as_directory() as directory:
@@ -181,7 +181,7 @@ class Checkpoint(metaclass=_AdvisingMeta):
     def set_metadata(self, metadata: Mapping[str, object]) -> None:
         """Replace the checkpoint's metadata.
 
-        On a target, this writes a new version beside the commit; in a local directory, it replaces `.metadata.json`.
+        On a target, this adds a new version of the metadata; in a local directory, it replaces `.metadata.json`.
 
         ```python
         checkpoint.set_metadata({"classes": 10})
@@ -221,13 +221,13 @@ class Checkpoint(metaclass=_AdvisingMeta):
             "and for a permanent one: directory = checkpoint.to_directory()"
         )
 
-    if not TYPE_CHECKING:  # as above
+    if not TYPE_CHECKING:  # as in `_AttributeAdviceMeta`
 
         def __getattr__(self, name: str) -> NoReturn:
             raise _attribute_error(name)
 
 
-# Hints for attributes of Ray's older checkpoint APIs: the replacement of each, with an example to copy.
+# Hints for attributes of Ray's older checkpoint APIs. Each hint has the replacement, and an example to copy.
 
 _SAVE_EXAMPLE = """\
 import json, tempfile
@@ -276,7 +276,7 @@ _HINTS: Mapping[str, tuple[str, str]] = {
 
 
 def _attribute_error(name: str) -> AttributeError:
-    """Return the error for an unknown attribute. For a name of an older API, it advises the replacement."""
+    """Return the error for an unknown attribute. For a name of an older API, the error shows the replacement."""
     if name not in _HINTS:
         return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
     reason, example = _HINTS[name]

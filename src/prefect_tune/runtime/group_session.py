@@ -1,7 +1,7 @@
 """Join a trial as a rank that a launcher has started: torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI.
 
 A rank finds its attempt by an environment variable that the launcher passes on: the path of the supervisor's socket.
-The rank connects, sends its number, receives the start message of the trial's process, and then reports:
+The rank connects, sends its number, receives a start message like the trial's process, and then reports:
 
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
@@ -44,7 +44,7 @@ from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_sig
 
 _EXIT_PRIORITY = 10
 _rank_sessions: dict[int, TrialSession] = {}
-"""The session of this process, by process id: a forked child has none."""
+"""The session of this process, under its process id: a forked child has another id, and finds no session."""
 ON_JOIN_ENV = "PREFECT_TUNE_ON_JOIN"
 """The environment variable with a `package.module:function` that each launched rank calls when it joins (drills)."""
 
@@ -68,7 +68,7 @@ def join_as_rank(call: str) -> TrialSession | None:
     rank = detect_rank()
     is_rank = rank.world_size > 1 or is_launched_rank()
     if not is_rank or not (address := os.environ.get(RANK_SOCKET_ENV)) or multiprocessing.current_process().daemon:
-        return None  # a daemon is a worker, for example of a data loader
+        return None  # a daemon is only a worker, for example of a data loader
     process_session = get_process_session()
     if rank.rank == 0 and process_session is not None and process_session.start.rank.rank == 0:
         process_session.become_rank_0(rank.world_size)
@@ -80,7 +80,7 @@ def join_as_rank(call: str) -> TrialSession | None:
         raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, call)
     if is_relaunched_as_rank():
-        prepend_import_path(start.import_path)  # a rank that runs another program has its own path
+        prepend_import_path(start.import_path)  # a rank that runs another program keeps its own path
     session = make_session(connection, start, cast("Stopper", load_by_name(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
@@ -90,7 +90,7 @@ def join_as_rank(call: str) -> TrialSession | None:
         session.stop_exception_type = StopRank
         end = partial(_send_rank_end, os.getpid(), session)
         atexit.register(end)  # for a program
-        Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for `multiprocessing`: its children run no `atexit`
+        Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for `multiprocessing`: its children run no `atexit` handlers
         sys.excepthook = partial(_on_uncaught_exception, session, sys.excepthook)
     if on_join := os.environ.get(ON_JOIN_ENV):
         cast("Callable[[], None]", load_by_name(on_join))()
@@ -120,12 +120,12 @@ def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[Sup
 
 
 def make_session(connection: SupervisorConnection, start: Start, stopper: Stopper) -> TrialSession:
-    """Make the session of this process: the session of rank 0, or of another rank."""
+    """Make the session of this process: a `TrialSession` for rank 0, a `WorkerRankSession` for other ranks."""
     return (WorkerRankSession if start.rank.rank else TrialSession)(connection, start, stopper)
 
 
 def _send_rank_end(process: int, session: TrialSession) -> None:
-    """Send the end of this rank: a failure if an exception ends the process, else a normal end."""
+    """Send the end of this rank: a failure if an exception ends the process, a normal end otherwise."""
     if os.getpid() != process:
         return
     error = sys.exc_info()[1]

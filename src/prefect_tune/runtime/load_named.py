@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`, but not a second time: modules may have changed `sys.path` since then."""
+    """Put `import_path` first in `sys.path`, unless the last call put it there: modules may have changed the order."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -92,7 +92,7 @@ def require_not_importing(flow: str) -> None:
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and a dict of the functions and classes of the `__main__` in which the object was pickled."""
+    """Return the object, and the definitions that it uses from the `__main__` in which it was pickled, by name."""
     process = os.getpid()
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
@@ -107,15 +107,15 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
 
 
 def importable_name_of(obj: object) -> str | None:
-    """Return the `package.module:Name` by which a new process imports this class or function; None if it cannot.
+    """Return the `package.module:Name` by which a new process can import this class or function, or None.
 
-    A new process cannot import a lambda, a definition in `__main__`, in a notebook's cell or in the body of a function,
-    an object whose name refers to another object, or a module that it would import from another file.
+    There is none for a lambda, for a definition in `__main__`, in a notebook's cell or in a function's body, or for an
+    object whose name refers to another object. A new process must also find the module in the same file.
     """
     module = getattr(obj, "__module__", None)
     if not _is_importable(obj) or not isinstance(module, str) or not _is_reimportable(module):
         return None
-    return f"{module}:{_name_of(obj)}"
+    return f"{module}:{_qualified_name(obj)}"
 
 
 def _is_reimportable(module: str) -> bool:
@@ -141,7 +141,7 @@ def load_trainable(name: str) -> object:
         return require_trainable(load_by_name(name), name)
     trainable, names = _unpickle(name, "trainable")
     require_trainable(trainable, name)
-    if is_trial_program() and (defined := _script_globals(trainable) | names):
+    if is_trial_program() and (defined := _find_script_globals(trainable) | names):
         main = ModuleType("__main__")
         # `multiprocessing` runs the module of this spec in new processes.
         main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
@@ -149,14 +149,14 @@ def load_trainable(name: str) -> object:
     return trainable
 
 
-def _script_globals(trainable: object) -> dict[str, object]:
+def _find_script_globals(trainable: object) -> dict[str, object]:
     """Return the global variables that a pickled trainable uses from the script or notebook that defined it."""
     kind = trainable if isinstance(trainable, type) else type(trainable)
     methods = (method for base in kind.__mro__ for method in vars(base).values())
     parts = [inspect.unwrap(part) for part in (trainable, getattr(trainable, "func", None), *methods) if callable(part)]
     functions = [part for part in parts if isinstance(part, FunctionType) and part.__module__ == "__main__"]
     scripts = [part.__globals__ for part in functions if part.__globals__.get("__name__") == "__main__"]
-    return dict(scripts[0]) if scripts else {}  # all functions of a pickle share one dictionary
+    return dict(scripts[0]) if scripts else {}  # all functions of a pickle share these globals
 
 
 _TRAINABLE_FILE_ENV = "PREFECT_TUNE_TRAINABLE"
@@ -164,7 +164,7 @@ _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too muc
 
 
 def write_trainable_for_spawn(trainable: str) -> None:
-    """Write a pickled trainable to a file for the processes that the trial spawns; see `load_names_for_spawn`."""
+    """Write a pickled trainable to a file for the processes that the trial spawns; see `load_definitions_for_spawn`."""
     os.environ.pop(_TRAINABLE_FILE_ENV, None)  # the file of an outer search
     if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
@@ -178,16 +178,16 @@ def write_trainable_for_spawn(trainable: str) -> None:
         os.environ[_TRAINABLE_FILE_ENV] = file.name
 
 
-def load_names_for_spawn() -> dict[str, object]:
+def load_definitions_for_spawn() -> dict[str, object]:
     """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
-    If the file cannot be read, write the reason to stderr and return an empty dict: the process may need none of them.
+    If the file cannot be read, write the reason to stderr and return an empty dict: the process may need no definition.
     """
     if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
         return {}  # the trainable is in a module
     try:
         trainable, names = _unpickle(Path(file).read_text(encoding="ascii"), f"{_TRAINABLE_FILE_ENV}={file}")
-        return _script_globals(require_trainable(trainable, file)) | names
+        return _find_script_globals(require_trainable(trainable, file)) | names
     except (InvalidInput, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"prefect-tune: a spawned process lacks the definitions of its trial's script: {error}\n")
         return {}
@@ -205,17 +205,17 @@ def require_loadable(config: Mapping[str, object]) -> None:
 
 
 def describe_import_error(error: BaseException) -> str:
-    """Return text with the error of an import, the line of module code that raised it, and advice."""
+    """Return a text with the error of an import, the line of module code that raised the error, and advice."""
     lines = [line for line in traceback.extract_tb(error.__traceback__) if line.name == "<module>"]
     raised_at = f" (raised in {lines[-1].filename}, line {lines[-1].lineno})" if lines else ""
     raised = f"{type(error).__name__}: {error}{raised_at}"
     if isinstance(error, SystemExit):
         return f"{raised}. Run code that may exit the program only under `if __name__ == '__main__':`"
-    directory = get_working_directory()
+    directory = describe_working_directory()
     return f"{raised}. Make the module importable where the trial runs (working directory {directory})"
 
 
-def get_working_directory() -> str:
+def describe_working_directory() -> str:
     """Return the working directory, for messages; `<removed>` if it does not exist."""
     try:
         return str(Path.cwd())
@@ -241,9 +241,9 @@ def _missing_attribute_message(owner: object, name: str) -> str:
 
 
 # Pickle the definitions of a script or a notebook by value: a trial's process cannot import its `__main__`.
-# cloudpickle does this for functions and classes. This code adds the other objects that `pickle` stores as a name to
-# import (cached functions, types of `typing`), and objects with process-local state that functions of a script often
-# use (locks, weak dictionaries). For any other object, pickling raises an error with the object's name.
+# cloudpickle does this for functions and classes. This code does it for other objects that `pickle` stores as a name
+# (cached functions, types of `typing`). It also pickles objects with process-local state that functions of a script
+# often use (locks, weak dictionaries). For any other object, pickling raises an error with the object's name.
 
 _LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
@@ -261,7 +261,7 @@ def pickle_to_hex(obj: object) -> str:
     return file.getvalue().hex()
 
 
-def _name_of(obj: object) -> str:
+def _qualified_name(obj: object) -> str:
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", ""))
 
 
@@ -269,13 +269,13 @@ def _is_importable(obj: object) -> bool:
     """Return whether another process can import this object by its name; False for objects of `__main__`."""
     module = getattr(obj, "__module__", None)
     try:
-        return module != "__main__" and attrgetter(_name_of(obj))(sys.modules[str(module)]) is obj
+        return module != "__main__" and attrgetter(_qualified_name(obj))(sys.modules[str(module)]) is obj
     except (AttributeError, KeyError):
         return False
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Keep the file name of code for tracebacks: cloudpickle 3.1.3 drops it."""
+    """Pickle code with its file name, which tracebacks show: cloudpickle 3.1.3 drops the file name."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
@@ -283,7 +283,7 @@ def _reduce_code(code: CodeType) -> tuple[object, ...]:
 def _reduce_cached_function(cached: Any) -> object:
     """Pickle a function with `functools.cache` or `lru_cache` without the cached results."""
     if _is_importable(cached):
-        return _name_of(cached)
+        return _qualified_name(cached)
     if not any(referent is cached.__wrapped__ for referent in gc.get_referents(cached)):
         raise pickle.PicklingError("functools.update_wrapper has replaced the cached function")
     own = {name: value for name, value in vars(cached).items() if name not in ("__wrapped__", "cache_parameters")}
@@ -296,13 +296,13 @@ def _make_cached(function: Callable[..., object], parameters: Mapping[str, Any])
 
 def _reduce_new_type(new_type: typing.NewType) -> object:
     if _is_importable(new_type):
-        return _name_of(new_type)
+        return _qualified_name(new_type)
     return typing.NewType, (new_type.__name__, new_type.__supertype__), vars(new_type)
 
 
 def _reduce_type_parameter(parameter: Any) -> object:
     """Pickle a `ParamSpec` or `TypeVarTuple` by its name: programs read only the name."""
-    return _name_of(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
+    return _qualified_name(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
 
 
 _REDUCERS: Mapping[type, Callable[[Any], object]] = {
@@ -335,7 +335,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if issubclass(kind, _NAMED_TYPES) and obj.__module__ == "__main__":
-            name = _name_of(obj)
+            name = _qualified_name(obj)
             if getattr(sys.modules["__main__"], name, None) is obj:
                 self.names[name] = obj
         if issubclass(kind, _THREAD_TYPES):
@@ -381,11 +381,11 @@ def _iter_parts(obj: Any) -> Iterator[tuple[str, object]]:
         case _ if isinstance(obj, _THREAD_TYPES):
             return
         case functools.partial():
-            yield from [(_name_of(obj.func), obj.func), *_iter_items(obj.args), *obj.keywords.items()]
+            yield from [(_qualified_name(obj.func), obj.func), *_iter_items(obj.args), *obj.keywords.items()]
         case MethodType():
             yield from [(obj.__name__, obj.__func__), ("self", obj.__self__)]
         case FunctionType():
-            yield from ((name, obj.__globals__[name]) for name in _names_used_by(obj.__code__) & obj.__globals__.keys())
+            yield from ((key, obj.__globals__[key]) for key in _find_used_names(obj.__code__) & obj.__globals__.keys())
             cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
             for name, cell in cells:
                 with suppress(ValueError):  # the variable has no value yet
@@ -394,9 +394,9 @@ def _iter_parts(obj: Any) -> Iterator[tuple[str, object]]:
         case ModuleType():
             pass
         case staticmethod() | classmethod() | _LruCache():
-            yield _name_of(obj), obj.__wrapped__
+            yield _qualified_name(obj), obj.__wrapped__
         case property():
-            yield from ((_name_of(part), part) for part in (obj.fget, obj.fset, obj.fdel) if part is not None)
+            yield from ((_qualified_name(part), part) for part in (obj.fget, obj.fset, obj.fdel) if part is not None)
         case dict():
             yield from ((str(name), value) for name, value in obj.items())
         case list() | tuple() | set() | frozenset():
@@ -412,23 +412,23 @@ def _iter_items(items: Iterable[object]) -> Iterator[tuple[str, object]]:
     return ((f"[{number}]", item) for number, item in enumerate(items))
 
 
-def _names_used_by(code: CodeType) -> set[str]:
+def _find_used_names(code: CodeType) -> set[str]:
     """Return the names that `code` uses, including those in functions that it defines."""
-    return {*code.co_names}.union(*(_names_used_by(part) for part in code.co_consts if isinstance(part, CodeType)))
+    return {*code.co_names}.union(*(_find_used_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# Digests that are equal in every process: by a digest, a retry of a flow finds the calls of an earlier try.
-# For an object that is not a plain value, only the type counts: the object's pickle may differ in each process.
+# Digests that are equal in every process, so that a retry of a flow finds the calls of an earlier try.
+# An object that is not a plain value is represented by its type: the object's pickle may differ in each process.
 
 
 def stable_digest(value: object) -> str:
     """Return a digest that is equal for equal values in all processes; different values may have the same digest."""
-    return digest_of(_canonical_text(value, ()).encode())[:16]
+    return digest_of(_format_canonical(value, ()).encode())[:16]
 
 
-def _canonical_text(value: Any, parents: tuple[object, ...]) -> str:
+def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:
     def format_parts(*parts: object) -> str:
-        return f"({','.join(_canonical_text(part, (*parents, value)) for part in parts)})"
+        return f"({','.join(_format_canonical(part, (*parents, value)) for part in parts)})"
 
     if any(value is parent for parent in parents):  # for example the class of a method, in the method's cell
         return ""
@@ -437,7 +437,7 @@ def _canonical_text(value: Any, parents: tuple[object, ...]) -> str:
             return repr(value)
         case str() | PurePath():
             name, folder = str(value), f"{tempfile.gettempdir()}{os.sep}"
-            # Each start has a different folder for its temporary files.
+            # Below the temporary folder, the first folder has another name at each start.
             return repr(name.removeprefix(folder).partition(os.sep)[2] if name.startswith(folder) else name)
         case dict():
             return f"{{{','.join(sorted(format_parts(*item) for item in value.items()))}}}"
@@ -447,10 +447,10 @@ def _canonical_text(value: Any, parents: tuple[object, ...]) -> str:
             return format_parts(*value)
         case _:
             named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-            return str(named.__qualname__) + format_parts(*_identifying_parts(value))
+            return str(named.__qualname__) + format_parts(*_get_identifying_parts(value))
 
 
-def _identifying_parts(value: Any) -> Iterable[object]:
+def _get_identifying_parts(value: Any) -> Iterable[object]:
     """Return the parts that distinguish a value from other values of the same name or type."""
     match value:
         case functools.partial():
@@ -458,12 +458,12 @@ def _identifying_parts(value: Any) -> Iterable[object]:
         case MethodType():
             return [value.__self__, value.__func__]
         case FunctionType() | type() if "<locals>" not in value.__qualname__:
-            return []  # only the name: the code may be edited before a retry
+            return []  # the name suffices: the code may be edited before a retry
         case FunctionType():
-            return [*_cell_values(value), value.__defaults__, value.__kwdefaults__]
+            return [*_get_closure_values(value), value.__defaults__, value.__kwdefaults__]
         case type():
-            parts = vars(value).items()
-            return [{name: _cell_values(it) or it for name, it in parts if _is_type_part(name, it)}, value.__bases__]
+            parts = {name: part for name, part in vars(value).items() if _identifies_type(name, part)}
+            return [{name: _get_closure_values(part) or part for name, part in parts.items()}, value.__bases__]
         case Enum():
             return [value.name]
         case BaseModel():
@@ -472,11 +472,11 @@ def _identifying_parts(value: Any) -> Iterable[object]:
             return [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
 
 
-def _cell_values(function: object) -> list[object]:
+def _get_closure_values(function: object) -> list[object]:
     """Return the values of a function's closure variables."""
     cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
-def _is_type_part(name: str, part: object) -> bool:
-    return bool(_cell_values(part)) if isinstance(part, FunctionType) else not name.startswith("_")
+def _identifies_type(name: str, part: object) -> bool:
+    return bool(_get_closure_values(part)) if isinstance(part, FunctionType) else not name.startswith("_")

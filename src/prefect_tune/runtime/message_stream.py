@@ -1,6 +1,6 @@
 """Read complete, validated messages of bounded size from a socket.
 
-A frame is that of `multiprocessing.connection`: a length of four bytes (or -1 and eight more bytes), then the message.
+The framing is that of `multiprocessing.connection`: four bytes of length (or -1 and eight bytes), then the message.
 A message is one JSON object of `prefect_tune.core.messages.process_messages`.
 """
 
@@ -48,7 +48,7 @@ class MessageReader(Generic[_Message]):
         self._poller.register(connection.fileno(), select.POLLIN)
 
     def read(self, timeout: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if it is incomplete after `timeout`. Without a timeout, wait for it.
+        """Return the next message; None if the message is incomplete after `timeout`. Without a timeout, wait for it.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -56,7 +56,7 @@ class MessageReader(Generic[_Message]):
             MalformedMessage: the received bytes are not a valid message.
         """
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while missing := self._missing_byte_count():
+        while missing := self._count_missing_bytes():
             left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             if not self._poller.poll(left_ms):
                 return None
@@ -73,8 +73,8 @@ class MessageReader(Generic[_Message]):
         self._received = bytearray()
         return message
 
-    def _missing_byte_count(self) -> int:
-        """Return how many bytes of the header are missing; after the header, how many of the message."""
+    def _count_missing_bytes(self) -> int:
+        """Return how many bytes of the header are missing; if the header is complete, how many bytes of the message."""
         start = _SHORT_LENGTH.size
         if (missing := start - len(self._received)) > 0:
             return missing
@@ -95,9 +95,9 @@ class MessageReader(Generic[_Message]):
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
 
 
-# The trial's end of its connection to the supervisor. It is closed in processes that the trial forks or executes.
+# The trial's end of the connection to the supervisor. Processes that the trial forks or executes cannot use it.
 
-_TO_TRIAL_BYTES: Final = 8 * 1024**3  # the start message contains the pickled trainable with all its objects
+_MAX_SUPERVISOR_MESSAGE_BYTES: Final = 8 * 1024**3  # the start message contains the pickled trainable
 
 
 class SupervisorConnection:
@@ -109,11 +109,11 @@ class SupervisorConnection:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._reader = MessageReader(connection, to_trial_adapter, limit_bytes=_TO_TRIAL_BYTES)
+        self._reader = MessageReader(connection, to_trial_adapter, limit_bytes=_MAX_SUPERVISOR_MESSAGE_BYTES)
         os.set_inheritable(connection.fileno(), False)  # noqa: FBT003 - takes no keyword arguments
         _open_connections.add(connection)
 
-    def has_message(self) -> bool:
+    def is_readable(self) -> bool:
         """Return whether bytes of the next message, or the end of file, have arrived."""
         return self._connection.poll()
 
@@ -146,9 +146,9 @@ class SupervisorConnection:
 _open_connections: WeakSet[Connection] = WeakSet()
 
 
-def _close_connections() -> None:
+def _close_connections_in_child() -> None:
     for connection in list(_open_connections):
         connection.close()
 
 
-os.register_at_fork(after_in_child=_close_connections)
+os.register_at_fork(after_in_child=_close_connections_in_child)

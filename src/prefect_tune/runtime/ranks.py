@@ -27,7 +27,7 @@ RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
-# Without MPI's rank on this machine, by which a worker that mpirun has started may choose its GPU.
+# MPI's rank on this machine stays set: a worker that mpirun has started may choose its GPU by it.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -44,16 +44,15 @@ class TrialProcess:
     """The process that trains a trial."""
 
     pid: int
-    name: str
-    """The trial's name."""
+    trial_name: str
 
 
 def is_trial_program() -> bool:
     """Return whether this process was started to run trials; False for a script or a notebook."""
-    return _main_module_name() in _TRIAL_PROGRAMS
+    return _get_main_module_name() in _TRIAL_PROGRAMS
 
 
-def claim_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
+def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
     """Mark this process as the trial's own in its environment, and let it start copies of itself only as ranks.
 
     Inherited rank variables are removed: they belong to another training. Before this process starts a copy,
@@ -78,7 +77,7 @@ def find_ancestor_trial() -> TrialProcess | None:
 
 def detect_rank() -> RankInfo:
     """Return the rank of this process, from `torch.distributed` or from a launcher's variables."""
-    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module without messages
+    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module, but no messages
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
     rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
@@ -113,7 +112,7 @@ def _read_env_number(variable: str) -> int:
 
 # Copies of a trial's program.
 # Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again and expect the user's script. In a trial,
-# `sys.argv` is the trial's program. A copy of it with a rank's variables trains as that rank; other copies are refused.
+# `sys.argv` is the trial's program. A copy with a rank's variables trains as that rank; any other copy is refused.
 
 _become_rank_0: Callable[[int], None] | None = None
 _has_audit_hook = False
@@ -121,10 +120,10 @@ _has_audit_hook = False
 
 def is_relaunched_as_rank() -> bool:
     """Return whether this process is a copy of a trial's program that a launcher has started as a rank."""
-    return find_ancestor_trial() is not None and _rank_count_in(os.environ) > 1
+    return find_ancestor_trial() is not None and _read_rank_count(os.environ) > 1
 
 
-def _rank_count_in(environment: Mapping[Any, Any]) -> int:
+def _read_rank_count(environment: Mapping[Any, Any]) -> int:
     """Return the number of ranks if `environment` names a rank and the socket of its trial; else 1."""
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
     size = variables.get("WORLD_SIZE", "") if "LOCAL_RANK" in variables and variables.get(RANK_SOCKET_ENV) else ""
@@ -138,12 +137,12 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _main_module_name(), *sys.argv[1:]],  # a search inside a trial has other arguments
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # a search inside a trial has other arguments
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:
             return
-        ranks = _rank_count_in(environment if isinstance(environment, Mapping) else os.environ)
+        ranks = _read_rank_count(environment if isinstance(environment, Mapping) else os.environ)
         if ranks == 1 or _become_rank_0 is None:
             raise InvalidInput(
                 f"expected another program, found a copy of the trial's own program ({' '.join(words)[:200]}), which a "
@@ -152,5 +151,5 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
         _become_rank_0(ranks)
 
 
-def _main_module_name() -> str:
+def _get_main_module_name() -> str:
     return str(getattr(getattr(INITIAL_MAIN_MODULE, "__spec__", None), "name", ""))

@@ -53,7 +53,7 @@ from prefect_tune.core.search.objective import require_metrics
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.core.values import StepReport
 from prefect_tune.linux import copy_range
-from prefect_tune.runtime.load_named import get_working_directory
+from prefect_tune.runtime.load_named import describe_working_directory
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import RANK_0_ENV
 from prefect_tune.runtime.trainable import StopTraining, Trainable, TrialInfo
@@ -77,7 +77,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
     kind = getattr(filesystem, "type_name", "local") if location is None else location.kind
     if path is None or kind != "local" or not Path(str(path)).is_dir():
         is_relative = path is not None and not Path(str(path)).is_absolute()
-        below = f" in the working directory {get_working_directory()}" if is_relative else ""
+        below = f" in the working directory {describe_working_directory()}" if is_relative else ""
         raise InvalidInput(
             f"pt.report(checkpoint={checkpoint!r}): expected a local directory{below}, as in "
             "pt.Checkpoint.from_directory(path); do not report a checkpoint that is already on a target"
@@ -218,7 +218,7 @@ class TrialSession:
         """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
 
         Raises:
-            InvalidInput: a step was already reported, but the other ranks would not have it.
+            InvalidInput: a step was already reported, and the other ranks would lack that step.
         """
         with self._reporting("a launcher of ranks"):
             if self._is_group_leader:
@@ -230,7 +230,7 @@ class TrialSession:
             self.start = self.start.model_copy(update={"rank": rank})
             os.environ[RANK_0_ENV] = "1"
 
-    def _send_command(self, *, saves: bool = False, outcome: Outcome | None = None) -> None:
+    def _send_rank_command(self, *, saves: bool = False, outcome: Outcome | None = None) -> None:
         """Send the command for this step to the other ranks, if there are any."""
         if self._is_group_leader:
             if not saves:
@@ -256,18 +256,18 @@ class TrialSession:
         """Report a step of the function API with its checkpoint; raise `StopTraining` if the trial must end."""
         with self._reporting("pt.report"):
             directory = resolve_local_directory(checkpoint) if checkpoint is not None else None
-            report = self.make_report(metrics)
+            report = self.record_report(metrics)
             if directory is None:
                 self.send_step(report)
             elif directory.parent == Path(os.path.realpath(self.start.staging)):
-                self.send_checkpoint(report, directory, moved=True)
+                self.send_checkpoint(report, directory, is_owned_by_supervisor=True)
             elif self.start.async_commit or self.start.rank.world_size > 1:
                 self._wait_for_upload()
                 with self._timing_save():
                     copied = copy_directory(directory, self.make_checkpoint_directory())
-                self.send_checkpoint(report, copied, moved=True)
+                self.send_checkpoint(report, copied, is_owned_by_supervisor=True)
             else:
-                self.send_checkpoint(report, directory, moved=False)
+                self.send_checkpoint(report, directory, is_owned_by_supervisor=False)
             self.wait_for_decision()
             self.handle_pending_messages()
             self._end_if_due(saved=directory is not None)
@@ -277,7 +277,7 @@ class TrialSession:
     ) -> None:
         """Report a step of the class API, and save the state if a save is due; raise `StopTraining` like `report`."""
         with self._reporting("pt.report_step"):
-            report = self.make_report(metrics, may_lack=allow_missing)
+            report = self.record_report(metrics, allow_missing=allow_missing)
             if saves := self._decide_save():
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 try:
@@ -286,8 +286,8 @@ class TrialSession:
                     self._awaits_decision = False
                     self.send_step(report)
                     raise
-                reason = None if self._awaits_decision else self._finish_reason()
-                self.send_checkpoint(report, directory, moved=True, reason=reason)
+                reason = None if self._awaits_decision else self._find_finish_reason()
+                self.send_checkpoint(report, directory, is_owned_by_supervisor=True, reason=reason)
             else:
                 self.send_step(report)
             self.wait_for_decision()
@@ -305,7 +305,7 @@ class TrialSession:
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 self.send_late_checkpoint(self._reports[-1], self._write_checkpoint(save))
             if self._stop_error is None:
-                self._send_command()
+                self._send_rank_command()
 
     def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
         """Report the metrics that the function returned, if any, as the last step; return the message of the end."""
@@ -313,7 +313,7 @@ class TrialSession:
         with self._report_lock:
             if self._stop_error is None:
                 if returned is not None:
-                    self.send_step(self.make_report(returned))
+                    self.send_step(self.record_report(returned))
                 self._wait_for_upload()
                 reason, kind = make_reason("returned"), FinishKind.RETURNED
                 self._stop_error = StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=kind))
@@ -333,7 +333,7 @@ class TrialSession:
             yield
 
     @property
-    def is_own_process(self) -> bool:
+    def belongs_to_this_process(self) -> bool:
         """Whether this is the process of the session, not a forked child of it."""
         return os.getpid() == self._pid
 
@@ -367,10 +367,10 @@ class TrialSession:
         self.handle_pending_messages()
         is_due = self._wants_save or self.is_stop_requested or (self._awaits_decision and self.start.saves_first)
         is_due = is_due or cadence.is_save_due(steps, elapsed)
-        return is_due or (cadence.at_end and self._finish_reason() is not None)
+        return is_due or (cadence.at_end and self._find_finish_reason() is not None)
 
     def _write_checkpoint(self, save: Callable[[str], None]) -> Path:
-        self._send_command(saves=True)
+        self._send_rank_command(saves=True)
         with self._timing_save():
             directory = self.make_checkpoint_directory()
             returned = cast("Callable[[str], object]", save)(str(directory))  # users return undeclared types
@@ -379,8 +379,8 @@ class TrialSession:
             require_no_returned_path(returned, directory, self.step)
         return directory
 
-    def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
-        """Make the report of the next step. With `metrics_from="mean"`, it has the mean metrics of all ranks."""
+    def record_report(self, metrics: Mapping[str, object], *, allow_missing: bool = False) -> StepReport:
+        """Record and return the report of the next step; if `metrics_from` is "mean", with the means of all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
@@ -389,20 +389,20 @@ class TrialSession:
             while self._mean_metrics is None or self._mean_metrics.step != step:
                 self._handle_next_message()
             stored = to_plain_metrics(self._mean_metrics.metrics, where)
-        if self.start.rank.rank == 0 and not may_lack:
+        if self.start.rank.rank == 0 and not allow_missing:
             require_metrics(stored, self.start.required_metrics, where)
         self.step = step
         self._wants_save = stored.pop("should_checkpoint", False) is True
         trained_seconds = self._trained_seconds + time.monotonic() - self._resumed_at
         report = StepReport(step=step, metrics=stored, trained_seconds=trained_seconds)
         if not self._stopper.needs_history:
-            self._reports.clear()  # else a trial of a million steps keeps 0.5 GB of reports
+            self._reports.clear()  # else a trial of a million steps would keep 0.5 GB of reports
         self._reports.append(report)
         self._awaits_decision = self._milestone is not None and step >= self._milestone
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step, perhaps of an earlier attempt; None if the trial continues.
+        """Return why the trial ends after its last step (perhaps of an earlier attempt); None if the trial continues.
 
         The stopper is called only once for each step: its result may already be in the journal.
         """
@@ -411,7 +411,7 @@ class TrialSession:
             self._stop_reason_step = self.step  # not reached if the stopper raises: the next call then raises again
         return self._stop_reason
 
-    def _finish_reason(self) -> AnyReason | None:
+    def _find_finish_reason(self) -> AnyReason | None:
         """Return why this step finishes the trial, or None. An error of the stopper is raised only after the report."""
         with suppress(Exception):
             return self.find_stop_reason()
@@ -422,21 +422,21 @@ class TrialSession:
         self._send_message(StepDone(report=report, awaits_decision=awaits, seconds=seconds))
 
     def send_checkpoint(
-        self, report: StepReport, directory: Path, *, moved: bool, reason: AnyReason | None = None
+        self, report: StepReport, directory: Path, *, is_owned_by_supervisor: bool, reason: AnyReason | None = None
     ) -> None:
-        """Send a step and its checkpoint. If `moved`, the supervisor owns `directory`; else wait for the commit."""
+        """Send a step and its checkpoint. Do not wait for an asynchronous commit if the supervisor owns `directory`."""
         self._wait_for_upload()
         done = StepDone(
             report=report,
             checkpoint=str(directory),
-            is_owned_by_supervisor=moved,
+            is_owned_by_supervisor=is_owned_by_supervisor,
             awaits_decision=self._awaits_decision,
             finish_reason=reason,
             seconds=self.get_phase_seconds(),
         )
         self._send_message(done)
         self._uploading_step = report.step
-        if not (moved and self.start.async_commit):
+        if not (is_owned_by_supervisor and self.start.async_commit):
             self._wait_for_upload()
 
     def send_late_checkpoint(self, report: StepReport, directory: Path) -> None:
@@ -485,7 +485,7 @@ class TrialSession:
             outcome = self._stop_decision.outcome
         elif saved and self.is_stop_requested:
             outcome = self._make_preemption(make_reason("saved-as-requested"))
-        self._send_command(outcome=outcome)
+        self._send_rank_command(outcome=outcome)
         if outcome is not None:
             self._wait_for_upload()
             raise self._record_stop(outcome)
@@ -519,7 +519,7 @@ class TrialSession:
         self._resumed_at = self._saved_at = self._training_started_at = time.monotonic()
 
     def handle_pending_messages(self) -> None:
-        while self.connection.has_message():
+        while self.connection.is_readable():
             self._handle_next_message()
 
     def _wait_for_upload(self) -> None:
@@ -574,9 +574,9 @@ class TrialSession:
 class WorkerRankSession(TrialSession):
     """The session of a rank other than 0. It adds its part to checkpoints, and executes the commands of rank 0."""
 
-    def make_report(self, metrics: Mapping[str, object], *, may_lack: bool = False) -> StepReport:
-        """Make the report of the next step, and send its metrics if rank 0 waits for the mean of all ranks."""
-        report = super().make_report(metrics, may_lack=may_lack)
+    def record_report(self, metrics: Mapping[str, object], *, allow_missing: bool = False) -> StepReport:
+        """Record the report of the next step, and send its metrics if rank 0 waits for the mean of all ranks."""
+        report = super().record_report(metrics, allow_missing=allow_missing)
         self._send_metrics(report)
         return report
 
@@ -597,7 +597,7 @@ class WorkerRankSession(TrialSession):
             if directory is not None and directory.parent != Path(os.path.realpath(self.start.staging)):
                 with self._timing_save():
                     directory = copy_directory(directory, self.make_checkpoint_directory())
-            self.make_report(metrics)
+            self.record_report(metrics)
             self._send_part(directory)
             self._execute_rank_0_commands(None)
 
@@ -605,7 +605,7 @@ class WorkerRankSession(TrialSession):
         self, metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False
     ) -> None:
         with self._reporting("pt.report_step"):
-            self.make_report(metrics, may_lack=allow_missing)
+            self.record_report(metrics, allow_missing=allow_missing)
             self._execute_rank_0_commands(save)
 
     def save_last_step(self, save: Callable[[str], None]) -> None:
@@ -618,7 +618,7 @@ class WorkerRankSession(TrialSession):
         """Return the message of the end. Metrics that the function returned are not reported, but count in the mean."""
         with self._report_lock:
             if self.start.metrics_from == "mean" and self._stop_error is None and returned is not None:
-                self._send_metrics(super().make_report(returned), returned=True)
+                self._send_metrics(super().record_report(returned), returned=True)
         return super().finish(None)
 
     def find_stop_reason(self) -> AnyReason | None:

@@ -78,7 +78,7 @@ class Trainable:
 _DEF_ADVICE = "Use `def`; in it, call asyncio.run(...) for code that awaits, and pt.report(...) for each step"
 
 
-def _describe_coroutine(function: object) -> str | None:
+def _describe_async_or_generator(function: object) -> str | None:
     """Return a description of a function whose call trains nothing; None for any other function."""
     if inspect.iscoroutinefunction(function):
         return "a function with `async def`, whose call returns a coroutine"
@@ -88,7 +88,7 @@ def _describe_coroutine(function: object) -> str | None:
 
 
 def require_no_coroutine(returned: object) -> None:
-    """Raise InvalidInput if a function returned a coroutine or a generator, so that nothing was trained."""
+    """Raise InvalidInput if a function returned a coroutine or a generator: such a function has trained nothing."""
     if isinstance(returned, Coroutine | Generator | AsyncGenerator):
         if not isinstance(returned, AsyncGenerator):
             returned.close()  # else Python warns that the coroutine was never awaited
@@ -120,7 +120,7 @@ def require_trainable(trainable: object, original: object) -> object:
         while isinstance(called, partial):
             called = called.func
         call = inspect.getattr_static(type(called), "__call__", None)
-        if kind := _describe_coroutine(called) or _describe_coroutine(call):
+        if kind := _describe_async_or_generator(called) or _describe_async_or_generator(call):
             raise InvalidInput(f"trainable: expected a function that trains when called, found {kind}. {_DEF_ADVICE}")
         if parameters := signature_if_mismatched(trainable, 1):
             raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
@@ -147,7 +147,7 @@ def require_trainable_class(kind: type) -> type[Trainable]:
         raise InvalidInput(f"trainable {kind.__name__}: it has no `step`; add a method that trains and returns metrics")
     for name, count in METHOD_ARGUMENT_COUNTS.items():
         method = inspect.getattr_static(kind, name)
-        if kind_of_method := _describe_coroutine(getattr(method, "__func__", method)):
+        if kind_of_method := _describe_async_or_generator(getattr(method, "__func__", method)):
             raise InvalidInput(
                 f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
                 f"found {kind_of_method}. {_DEF_ADVICE}"
@@ -328,8 +328,8 @@ def activate_session(session: TrialSession, *, whole_process: bool) -> None:
 
 
 def get_process_session() -> TrialSession | None:
-    """Return the session of the trial that this process trains; None in a child process of it."""
-    return next((session for session in _process_sessions if session.is_own_process), None)
+    """Return the session of the trial that this process trains; None in a child of the trial's process."""
+    return next((session for session in _process_sessions if session.belongs_to_this_process), None)
 
 
 def _require_reporting_session(caller: str) -> TrialSession:
@@ -353,7 +353,7 @@ def _require_session(caller: str) -> TrialSession:
         return session
     if (trial := find_ancestor_trial()) is not None:
         raise InvalidInput(
-            f"{caller}(): expected process {trial.pid}, which trains trial {trial.name!r}, found process "
+            f"{caller}(): expected process {trial.pid}, which trains trial {trial.trial_name!r}, found process "
             f"{os.getpid()}, which that process or its launcher started. One process trains a trial: "
             "return results to that process (through a queue, a pipe or a pool) and report them there"
         )

@@ -33,7 +33,7 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
         while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
             first = first.tb_next
         shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
-        text, name = text_of(error), None if isinstance(error, TrainableLoadError) else type(error).__name__
+        text, name = format_error_text(error), None if isinstance(error, TrainableLoadError) else type(error).__name__
         reason = make_reason(
             "raised",
             type=name if text else None,
@@ -42,11 +42,11 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
             location=find_code_location(shown, is_newest_first=False),
             traceback=shown,
         )
-    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_cause_of(error), reason=reason), raised=True)
+    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_classify_error(error), reason=reason), raised=True)
 
 
 def _make_advice(error: BaseException) -> Reason | None:
-    """Return advice if running in a trial's process causes the error; None for other errors."""
+    """Return advice on an error that is typical of a trial's process; None for other errors."""
     if type(error).__qualname__ == "BdbQuit":
         return make_reason("advice-no-terminal")
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -58,12 +58,12 @@ def _make_advice(error: BaseException) -> Reason | None:
         return make_reason("advice-address-space", limit_bytes=limit_bytes)
     if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
         return make_reason("advice-config", name=error.name)
-    if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in text_of(error):
+    if isinstance(error, pickle.PicklingError | AttributeError) and "__main__" in format_error_text(error):
         return make_reason("advice-main-module")
     return None
 
 
-def text_of(error: BaseException) -> str:
+def format_error_text(error: BaseException) -> str:
     """Return an error's text, even if its `__str__` raises."""
     try:
         return str(error)
@@ -77,7 +77,7 @@ def was_raised_by_signal_handler(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _line in traceback.walk_tb(error.__traceback__))
 
 
-def _cause_of(error: BaseException) -> Cause:
+def _classify_error(error: BaseException) -> Cause:
     match error:
         case TrainableLoadError() | ImportError():
             return Cause.IMPORT

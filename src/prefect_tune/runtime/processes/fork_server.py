@@ -1,7 +1,7 @@
 """The fork server, from which trial processes are forked, without Prefect.
 
 It is started as `python -m prefect_tune.runtime.processes.fork_server`. It imports the modules that every trial needs,
-but no user code, and it has one thread. So it can be forked safely at any time. A subreaper process is between the fork
+but no user code, and it has one thread: it can be forked safely at any time. A subreaper process is between the fork
 server and each trial's process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
@@ -10,12 +10,12 @@ A template is forked in the same way. It imports a trainable, and then becomes a
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-The subreaper sets `PR_SET_CHILD_SUBREAPER`, so the trial's orphaned descendants become its children, in any session.
+The subreaper sets `PR_SET_CHILD_SUBREAPER`: orphaned descendants of the trial, in any session, become its children.
 The subreaper ends all of them and reports the trial's wait status when the trial's process exits, when the supervisor
-requests it, and when the supervisor exits. The fork server is a child subreaper too, in a separate session, and ends
-the descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Only if both are
-killed, descendants of the trial's process stay alive. The trial's process itself does not: Linux kills it together with
-its subreaper (`PR_SET_PDEATHSIG`).
+requests this, and when the supervisor exits. The fork server is a child subreaper too, in a separate session, and ends
+the descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Only if subreaper
+and fork server are killed do descendants of the trial's process stay alive. The trial's process itself does not: Linux
+kills it together with its subreaper (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from prefect_tune.linux import (
     set_process_name,
 )
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
-from prefect_tune.runtime.load_named import load_names_for_spawn, load_trainable, prepend_import_path
+from prefect_tune.runtime.load_named import load_definitions_for_spawn, load_trainable, prepend_import_path
 from prefect_tune.runtime.processes.process_reset import (
+    clear_exit_handlers,
     flush_output,
-    forget_exit_handlers,
     install_printing_loggers,
     recording_import_effects,
     reset_process_state,
@@ -76,7 +76,7 @@ from prefect_tune.runtime.processes.trial_process import (
     warm_up,
 )
 from prefect_tune.runtime.ranks import is_relaunched_as_rank
-from prefect_tune.runtime.trial_errors import text_of
+from prefect_tune.runtime.trial_errors import format_error_text
 
 # Terminals and cluster schedulers send these signals to all processes of a job; fork server and subreaper ignore them.
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
@@ -114,7 +114,7 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
 
 def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request."""
-    become_subreaper()  # the children of a killed subreaper
+    become_subreaper()  # this process inherits the children of a killed subreaper
     ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
     original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     sigchld_fd = open_sigchld_pipe()
@@ -199,7 +199,7 @@ def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int])
 def _end_descendants(sigchld_fd: int) -> None:
     """End all children: send SIGTERM at once and SIGKILL after 0.5 s; return after 4 s even if a child is alive.
 
-    Resource trackers ignore SIGTERM: within 3 s, they remove the shared memory of the other processes and exit.
+    Resource trackers ignore SIGTERM. They get 3 s to remove the shared memory of the other processes and exit.
     """
     started_at = time.monotonic()
     terminated: set[int] = set()
@@ -244,7 +244,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
     for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     if request.command == FORK_REQUEST:
-        forget_exit_handlers()
+        clear_exit_handlers()
         serve_attempts(Connection(request.channel))
         return None
     ignore_group_signals()
@@ -284,7 +284,7 @@ def _fork_child(request: _ForkRequest) -> int:
         os.close(read_fd)
         return 0 if is_safe else os._exit(1)
     os.close(read_fd)
-    if threads := _running_thread_names():
+    if threads := _list_unsafe_threads():
         send_signal(signal.SIGKILL, {child, *children_of(child)})
         os.waitpid(child, 0)
         _send_status(request.status, "unsafe", f"other threads run during its forks: {', '.join(threads)}")
@@ -300,7 +300,7 @@ def _send_status(status: int, code: str, *arguments: object) -> None:
         os.write(status, " ".join((code, *map(str, arguments)))[:_MAX_STATUS_BYTES].encode())
 
 
-# Import a trainable once, in the process from which its trials are forked, if that process is then safe to fork.
+# Import a trainable once, and then fork its trials from the process that imported it, if such forks are safe.
 # A forked child has only the thread that forked. Locks held by other threads stay locked in the child, and a GPU driver
 # or a socket that it shares with the parent breaks or hangs. So some fast and certain checks follow the import:
 #
@@ -330,14 +330,14 @@ def _preload_trainable(request: ImportRequest) -> str | None:
             record_source_digest(trainable)
             _warm_up_optimizer(trainable)
     except BaseException as error:  # noqa: BLE001 - anything that the user's module raises, including SystemExit
-        return f"its import raised {type(error).__name__}: {first_line(text_of(error))}"
+        return f"its import raised {type(error).__name__}: {first_line(format_error_text(error))}"
     finally:
         flush_output()  # else each fork prints it again
         if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # else the module has set its own
             gc.set_threshold(*gc_threshold)
     if unsafe := [name for module, name in _FORK_UNSAFE_LIBRARIES.items() if module in sys.modules]:
         return f"it imports {' and '.join(unsafe)}, which cannot be forked"
-    if threads := _python_thread_names():
+    if threads := _list_python_threads():
         return f"its import started threads that still run: {', '.join(threads)}"
     if left_open := sorted(kind for number, kind in list_descriptors().items() if before.get(number) != kind):
         return f"its import left open: {', '.join(left_open)}"
@@ -357,16 +357,16 @@ def _warm_up_optimizer(trainable: object) -> None:
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
-def _running_thread_names() -> list[str]:
-    """Return the names of Python's other threads; if there are none, of the threads that libraries have started."""
+def _list_unsafe_threads() -> list[str]:
+    """Return the names of other threads of Python; if there are none, the names of threads that libraries started."""
     if not (others := [name for name in list_other_threads() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")
     unnamed_text = [pluralize(unnamed, "unnamed library thread", "unnamed library threads")] * bool(unnamed)
-    return _python_thread_names() or sorted({f"a library's {name}" for name in others if name}) + unnamed_text
+    return _list_python_threads() or sorted({f"a library's {name}" for name in others if name}) + unnamed_text
 
 
-def _python_thread_names() -> list[str]:
+def _list_python_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
 
@@ -375,4 +375,4 @@ if __name__ == "__main__" and is_relaunched_as_rank() and sys.argv[2:3] != [str(
 elif __name__ == "__main__":
     run_and_exit(partial(fork_server_main, *pop_program_arguments()))
 elif __name__ == "__mp_main__":  # in a process that a trial has started by `spawn`
-    globals().update(load_names_for_spawn())
+    globals().update(load_definitions_for_spawn())

@@ -78,7 +78,7 @@ def reset_process_state(new: ProcessEnvironment) -> None:
             set_state(state)
 
 
-def has_import_effects() -> bool:
+def has_recorded_import_effects() -> bool:
     """Return whether `recording_import_effects` has completed in this process or in its parent."""
     return _import_effects is not None
 
@@ -145,7 +145,7 @@ def _get_working_directory() -> str | None:
 
 
 class _AfterImportFinder(MetaPathFinder):
-    """Lets the other finders find some modules, and calls a function with each of these modules after its import."""
+    """Calls a function with each of some modules after the module's import; other finders find these modules."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions
@@ -184,7 +184,7 @@ _printing_handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(mess
 
 
 def install_printing_loggers() -> None:
-    """Make `get_run_logger()` and the loggers of PREFECT_LOGGING_EXTRA_LOGGERS print, before or after Prefect's import.
+    """Make `get_run_logger()` and the loggers of PREFECT_LOGGING_EXTRA_LOGGERS print, even before Prefect is imported.
 
     The level is INFO, unless a logger has its own level. A second call has no effect.
     """
@@ -230,7 +230,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def forget_exit_handlers() -> None:
+def clear_exit_handlers() -> None:
     """Remove the `atexit` handlers that a forked process inherits: they would clean up state shared with other trials.
 
     Children of `multiprocessing` do not run them either.

@@ -32,7 +32,7 @@ from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.group_session import join_as_rank, make_session
 from prefect_tune.runtime.load_named import (
     load_by_name,
-    load_names_for_spawn,
+    load_definitions_for_spawn,
     load_trainable,
     pickle_to_hex,
     prepend_import_path,
@@ -42,13 +42,13 @@ from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.processes.process_reset import (
     flush_output,
     free_memory,
-    has_import_effects,
+    has_recorded_import_effects,
     install_printing_loggers,
     recording_import_effects,
     reset_process_state,
     run_exit_handlers,
 )
-from prefect_tune.runtime.ranks import SCRIPT_ENV, claim_process, is_relaunched_as_rank
+from prefect_tune.runtime.ranks import SCRIPT_ENV, is_relaunched_as_rank, mark_as_trial_process
 from prefect_tune.runtime.session import TrialSession
 from prefect_tune.runtime.trainable import (
     StopTraining,
@@ -229,7 +229,7 @@ class _AttemptRunner:
     def _run_attempt(self, start: Start) -> TrialEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
-        must_record = start.reusable and kept is None and not has_import_effects()  # for this process's next trial
+        must_record = start.reusable and kept is None and not has_recorded_import_effects()  # for the next trial
         try:
             with exiting_forked_children(), recording_import_effects() if must_record else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
@@ -239,9 +239,9 @@ class _AttemptRunner:
         self._session = session = make_session(self._connection, start, stopper)
         activate_session(session, whole_process=self._whole_process)
         if self._whole_process:
-            claim_process(start, session.become_rank_0)
+            mark_as_trial_process(start, session.become_rank_0)
             write_trainable_for_spawn(start.trainable)
-        # An earlier attempt may have committed the last step, but not its end.
+        # An earlier attempt may have committed the last step, but not the trial's end.
         if (reason := session.find_stop_reason()) is not None:
             return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
         try:
@@ -256,13 +256,13 @@ class _AttemptRunner:
                 require_save_checkpoint(require_trainable_class(trainable), start.cadence)
                 made: Trainable = trainable()
                 made.setup(dict(start.config))
-                return self._train_class(session, _ReadyTrainable(made, _source_digest(trainable)), start)
+                return self._train_class(session, _ReadyTrainable(made, _get_source_digest(trainable)), start)
             if isinstance(trainable, _ReadyTrainable):
                 if not trainable.trainable.reset_config(dict(start.config)):
                     raise _ResetDeclined
                 return self._train_class(session, trainable, start)
         function = cast("TrainFunction", trainable)
-        session.send_trainable_loaded(_source_digest(function))
+        session.send_trainable_loaded(_get_source_digest(function))
         session.start_training_clock()
         returned = None
         try:
@@ -324,14 +324,14 @@ _source_digests: dict[int, tuple[object, str]] = {}
 
 def record_source_digest(trainable: object) -> None:
     """Record the current digest of the trainable's source, for this process and its forks."""
-    _source_digests[id(trainable)] = trainable, _source_digest(cast("type | TrainFunction", trainable))
+    _source_digests[id(trainable)] = trainable, _get_source_digest(cast("type | TrainFunction", trainable))
 
 
-def _source_digest(trainable: type | TrainFunction) -> str:
+def _get_source_digest(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is no source, for example of some pickled objects."""
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
-    with suppress(Exception):  # no source; a file edited since; Python 3.11's parser, while another thread parses
+    with suppress(Exception):  # there is no source, the file was edited, or Python 3.11 parses in another thread
         return digest_of(inspect.getsource(trainable).encode())[:16]
     return ""
 
@@ -405,4 +405,4 @@ if __name__ == "__main__" and is_relaunched_as_rank() and sys.argv[2:3] != [str(
 elif __name__ == "__main__":
     run_and_exit(partial(main, *pop_program_arguments()))
 elif __name__ == "__mp_main__":
-    globals().update(load_names_for_spawn())
+    globals().update(load_definitions_for_spawn())
