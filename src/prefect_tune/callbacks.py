@@ -61,8 +61,8 @@ class SearchInfo:
 class Callback:
     """Observes a search. Override the hooks that you need.
 
-    **When.** The hooks of each callback are called one after the other, in a separate thread: for each trial in the
-    order of its history, across trials in the order in which the search received the events. `on_trial_result` is
+    **When.** The hooks of each callback are called one after the other, in a separate thread. Events of one trial
+    arrive in the order of its history, events of different trials in the order of their receipt. `on_trial_result` is
     called as soon as a report arrives. Every other hook is called when its event is about to be written to the journal.
 
     **How often.** A callback receives all events of the experiment from the first trial on, even events from before it

@@ -24,7 +24,7 @@ MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
 def select_metrics(
     metrics: Mapping[str, object], wanted: MetricNames, *, allow_missing: bool = False
 ) -> Mapping[str, object]:
-    """Return the wanted metrics of a framework's metrics. With `allow_missing`, leave out missing metrics.
+    """Select the wanted metrics from a framework's metrics. With `allow_missing`, leave out missing metrics.
 
     Raises:
         BadMetric: a wanted metric is missing.

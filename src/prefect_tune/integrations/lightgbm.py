@@ -81,7 +81,7 @@ class TuneReportCheckpointCallback:
 
 
 class _LightgbmReplayCallback(TuneReportCheckpointCallback):
-    """Reports only the rounds after the first `reported_rounds`: a resumed trial repeats the first rounds."""
+    """Does not report the first `reported_rounds` rounds again: an earlier attempt has reported these rounds."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)

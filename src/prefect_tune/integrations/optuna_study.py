@@ -76,21 +76,21 @@ def extract_parameters(
     return TrialParameters(values, {name: make_distribution(domain) for name, domain in present.items()}, is_complete)
 
 
-def iter_domains(space: object, name: str = "") -> Iterator[tuple[str, Domain]]:
+def iter_domains(value: object, name: str = "") -> Iterator[tuple[str, Domain]]:
     """Yield the name and the domain of each parameter that can be drawn, including the parameters of options."""
-    match space:
+    match value:
         case dict():
-            for key, child in space.items():
+            for key, child in value.items():
                 yield from iter_domains(child, child_path(name, key))
         case list():
-            for index, child in enumerate(space):
+            for index, child in enumerate(value):
                 yield from iter_domains(child, child_path(name, index))
         case Choice() | Grid():
-            yield name, space
-            for index, child in enumerate(space.options):
+            yield name, value
+            for index, child in enumerate(value.options):
                 yield from iter_domains(child, option_path(name, index))
         case Float() | Integer() | Normal():
-            yield name, space
+            yield name, value
         case _:
             return
 
@@ -113,16 +113,16 @@ def mask_undrawable_options(space: Mapping[str, object]) -> dict[str, object]:
     return {key: _map_space(value, mask_options) for key, value in space.items()}
 
 
-def _map_space(space: object, change: Callable[[object], object]) -> object:
-    match space:
+def _map_space(value: object, change: Callable[[object], object]) -> object:
+    match value:
         case dict():
-            return {key: _map_space(space[key], change) for key in sorted(space)}
+            return {key: _map_space(value[key], change) for key in sorted(value)}
         case list():
-            return [_map_space(child, change) for child in space]
+            return [_map_space(child, change) for child in value]
         case Choice(options, weights):
-            return change(Choice(tuple(_map_space(value, change) for value in options), weights))
+            return change(Choice(tuple(_map_space(option, change) for option in options), weights))
         case _:
-            return change(space)
+            return change(value)
 
 
 def make_distribution(domain: Domain) -> BaseDistribution:

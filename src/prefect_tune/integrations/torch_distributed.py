@@ -138,8 +138,8 @@ class CheckpointWriter(StorageWriter):
         """Check that the save makes one checkpoint of all ranks, and make the directory.
 
         Raises:
-            InvalidInput: `use_collectives` is False: each rank would write only the metadata of its own part. Or the
-                directory contains another save: its files would be lost.
+            InvalidInput: `use_collectives` is False: each rank would write only the metadata of its own part; or the
+                directory contains another save, whose files would be lost.
         """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):

@@ -93,7 +93,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _XgboostReplayCallback(TuneReportCheckpointCallback):
-    """Reports only the rounds after the first `reported_rounds`: a resumed trial repeats the first rounds."""
+    """Does not report the first `reported_rounds` rounds again: an earlier attempt has reported these rounds."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)

@@ -49,8 +49,8 @@ class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
     A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics: if a step that is trained again has
-    another value, the run has both values, and MLflow shows the newer value as the last. If a trial ends before a step
-    that it reported earlier, its last metrics are also logged at that later step: comparisons of runs then use them.
+    another value, the run has both values, and MLflow shows the newer value as the last. If a trial ends before the
+    last step of its run, its last metrics are also logged at that last step, because comparisons of runs use that step.
     Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:

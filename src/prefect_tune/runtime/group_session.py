@@ -55,7 +55,7 @@ class StopRank(StopTraining, SystemExit):
     code = 0
 
 
-def join_as_rank(call: str) -> TrialSession | None:
+def join_as_rank(caller: str) -> TrialSession | None:
     """Return the session of this process as a rank; None if this process is not a rank of a trial.
 
     Raises:
@@ -77,8 +77,8 @@ def join_as_rank(call: str) -> TrialSession | None:
     if rank.rank == 0 and os.environ.get(RANK_0_ENV):
         return None  # started by rank 0, but not as a rank
     if not 0 <= rank.rank < rank.world_size:
-        raise InvalidInput(f"{call}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
-    connection, start = _connect_to_supervisor(rank, address, call)
+        raise InvalidInput(f"{caller}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
+    connection, start = _connect_to_supervisor(rank, address, caller)
     if is_relaunched_as_rank():
         prepend_import_path(start.import_path)  # a rank that runs another program keeps its own path
     session = make_session(connection, start, cast("Stopper", load_by_name(start.stopper)))
@@ -97,7 +97,7 @@ def join_as_rank(call: str) -> TrialSession | None:
     return session
 
 
-def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[SupervisorConnection, Start]:
+def _connect_to_supervisor(rank: RankInfo, address: str, caller: str) -> tuple[SupervisorConnection, Start]:
     """Join the trial as `rank` at the supervisor's `address`; return the connection and the start message."""
     channel = socket.socket(socket.AF_UNIX)
     try:
@@ -105,8 +105,8 @@ def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[Sup
     except OSError as error:
         channel.close()
         raise InvalidInput(
-            f"{call}: expected the trial's supervisor at {RANK_SOCKET_ENV}={address}, found none ({error}): the trial "
-            "has ended, or this is another machine"
+            f"{caller}: expected the trial's supervisor at {RANK_SOCKET_ENV}={address}, found none ({error}): the "
+            "trial has ended, or this is another machine"
         ) from error
     connection = SupervisorConnection(Connection(channel.detach()))
     connection.send(RankJoined(rank=rank, pid=os.getpid()))
@@ -114,9 +114,9 @@ def _connect_to_supervisor(rank: RankInfo, address: str, call: str) -> tuple[Sup
         case Start() as start:
             return connection, start
         case JoinRejected(reason=reason):
-            raise InvalidInput(f"{call}: {reason}")
+            raise InvalidInput(f"{caller}: {reason}")
         case other:
-            raise InvalidInput(f"{call}: expected the trial's start message, received a {other.type} message")
+            raise InvalidInput(f"{caller}: expected the trial's start message, received a {other.type} message")
 
 
 def make_session(connection: SupervisorConnection, start: Start, stopper: Stopper) -> TrialSession:

@@ -211,7 +211,7 @@ class TrialSession:
         )
 
     @property
-    def _is_group_leader(self) -> bool:
+    def _leads_other_ranks(self) -> bool:
         return self.start.rank.rank == 0 and self.start.rank.world_size > 1
 
     def become_rank_0(self, world_size: int) -> None:
@@ -221,7 +221,7 @@ class TrialSession:
             InvalidInput: a step was already reported, and the other ranks would lack that step.
         """
         with self._reporting("a launcher of ranks"):
-            if self._is_group_leader:
+            if self._leads_other_ranks:
                 return
             if self.step != self.start.from_step:
                 raise InvalidInput("expected a launch of the ranks before the first pt.report, found a reported step")
@@ -232,7 +232,7 @@ class TrialSession:
 
     def _send_rank_command(self, *, saves: bool = False, outcome: Outcome | None = None) -> None:
         """Send the command for this step to the other ranks, if there are any."""
-        if self._is_group_leader:
+        if self._leads_other_ranks:
             if not saves:
                 self._is_stop_sent_to_ranks = self.is_stop_requested
             stop = self._is_stop_sent_to_ranks
@@ -240,7 +240,7 @@ class TrialSession:
 
     def poll_stop_request(self) -> bool:
         self._require_own_process("pt.get_trial().should_checkpoint")
-        if self._is_group_leader:  # return the value that all ranks received last, so that they save at the same step
+        if self._leads_other_ranks:  # return the value that all ranks received last, so that they save at the same step
             return self._is_stop_sent_to_ranks
         if self._report_lock.acquire(blocking=False):  # else another thread is reporting and reads the messages
             try:
@@ -321,12 +321,12 @@ class TrialSession:
             return TrialEnded(outcome=self._stop_error.outcome)
 
     @contextmanager
-    def _reporting(self, call: str) -> Iterator[None]:
+    def _reporting(self, caller: str) -> Iterator[None]:
         """Serialize the calls of all threads: each call completes before the next call begins.
 
         Raise `StopTraining` again if the trial has ended: a framework may report once more while it leaves its loop.
         """
-        self._require_own_process(call)
+        self._require_own_process(caller)
         with self._report_lock:
             if self._stop_error is not None:
                 raise self._record_stop(self._stop_error.outcome)
@@ -337,10 +337,10 @@ class TrialSession:
         """Whether this is the process of the session, not a forked child of it."""
         return os.getpid() == self._pid
 
-    def _require_own_process(self, call: str) -> None:
+    def _require_own_process(self, caller: str) -> None:
         if (pid := os.getpid()) != self._pid:
             raise InvalidInput(
-                f"{call}: expected process {self._pid}, which trains trial {self.start.trial!r}, found "
+                f"{caller}: expected process {self._pid}, which trains trial {self.start.trial!r}, found "
                 f"process {pid}, a forked child of it. One process trains a trial: return results to that process "
                 "(through a queue, a pipe or a pool) and report them there"
             )
@@ -384,7 +384,7 @@ class TrialSession:
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
-        if self._is_group_leader and self.start.metrics_from == "mean":
+        if self._leads_other_ranks and self.start.metrics_from == "mean":
             self._send_message(RankMetrics(step=step, metrics=stored))
             while self._mean_metrics is None or self._mean_metrics.step != step:
                 self._handle_next_message()

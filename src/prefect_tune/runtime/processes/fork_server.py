@@ -94,12 +94,12 @@ _Handlers = Mapping[signal.Signals, Any]
 class _ForkRequest:
     """A fork request with the descriptors that the supervisor sends."""
 
-    channel: int
-    output: int
-    status: int
+    channel_fd: int
+    output_fd: int
+    status_fd: int
     """Socket for `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
-    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template that gets fork requests on `channel`."""
+    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template that gets fork requests on `channel_fd`."""
 
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
@@ -163,21 +163,21 @@ def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
 def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], handlers: _Handlers) -> MainFunction | None:
     """Fork the trial's process, wait for its exit, end its descendants, and report its wait status."""
     os.setsid()  # a kill of the fork server's process group must not reach the subreaper
-    close_other_descriptors(request.channel, request.output, request.status, *supervisor_fds)
+    close_other_descriptors(request.channel_fd, request.output_fd, request.status_fd, *supervisor_fds)
     set_process_name(b"tune-subreaper")
     become_subreaper()
     sigchld_fd, subreaper = open_sigchld_pipe(), os.getpid()
     if (trial := _fork_child(request)) == 0:
         return partial(_child_main, request, subreaper, handlers)
     if trial > 0:
-        os.close(request.channel)
-        os.close(request.output)
-        _send_status(request.status, "born", subreaper)
-        _wait_for_trial_exit(trial, sigchld_fd, [request.status, *supervisor_fds])
+        os.close(request.channel_fd)
+        os.close(request.output_fd)
+        _send_status(request.status_fd, "born", subreaper)
+        _wait_for_trial_exit(trial, sigchld_fd, [request.status_fd, *supervisor_fds])
         os.kill(trial, signal.SIGKILL)  # has no effect on an exited process
         _, status = os.waitpid(trial, 0)
         _end_descendants(sigchld_fd)
-        _send_status(request.status, "ended", status)
+        _send_status(request.status_fd, "ended", status)
     return None
 
 
@@ -236,19 +236,19 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
     if os.getppid() != subreaper:
         return None  # the subreaper exited before prctl was called
     set_process_name(b"tune-template" if request.command == IMPORT_REQUEST else b"trial")
-    os.dup2(request.output, 1)
-    os.dup2(request.output, 2)
-    close_other_descriptors(request.channel)
-    os.set_inheritable(request.channel, False)  # noqa: FBT003 - takes no keyword arguments
+    os.dup2(request.output_fd, 1)
+    os.dup2(request.output_fd, 2)
+    close_other_descriptors(request.channel_fd)
+    os.set_inheritable(request.channel_fd, False)  # noqa: FBT003 - takes no keyword arguments
     signal.set_wakeup_fd(-1)
     for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
         signal.signal(number, handler)
     if request.command == FORK_REQUEST:
         clear_exit_handlers()
-        serve_attempts(Connection(request.channel))
+        serve_attempts(Connection(request.channel_fd))
         return None
     ignore_group_signals()
-    control = socket.socket(fileno=request.channel)
+    control = socket.socket(fileno=request.channel_fd)
     _, files, _, _ = socket.recv_fds(control, 16, 1)
     if not files:
         return None  # the supervisor has exited
@@ -276,7 +276,7 @@ def _fork_child(request: _ForkRequest) -> int:
             os.close(write_fd)
             raise
     except OSError as error:
-        _send_status(request.status, "failed", error.errno)
+        _send_status(request.status_fd, "failed", error.errno)
         return -1
     if child == 0:
         os.close(write_fd)
@@ -287,17 +287,17 @@ def _fork_child(request: _ForkRequest) -> int:
     if threads := _list_unsafe_threads():
         send_signal(signal.SIGKILL, {child, *children_of(child)})
         os.waitpid(child, 0)
-        _send_status(request.status, "unsafe", f"other threads run during its forks: {', '.join(threads)}")
+        _send_status(request.status_fd, "unsafe", f"other threads run during its forks: {', '.join(threads)}")
     else:
         os.write(write_fd, b"1")
     os.close(write_fd)
     return -1 if threads else child
 
 
-def _send_status(status: int, code: str, *arguments: object) -> None:
+def _send_status(status_fd: int, code: str, *arguments: object) -> None:
     """Send a code and its arguments in one packet. The last argument may contain spaces."""
     with suppress(OSError):  # the supervisor has exited
-        os.write(status, " ".join((code, *map(str, arguments)))[:_MAX_STATUS_BYTES].encode())
+        os.write(status_fd, " ".join((code, *map(str, arguments)))[:_MAX_STATUS_BYTES].encode())
 
 
 # Import a trainable once, and then fork its trials from the process that imported it, if such forks are safe.

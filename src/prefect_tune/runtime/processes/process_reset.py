@@ -95,7 +95,7 @@ def recording_import_effects() -> Iterator[None]:
     originals: list[tuple[ModuleType, Callable[..., object]]] = []
 
     def wrap_seed_function(module: ModuleType) -> None:
-        """Record whether the module's generator is seeded with a number."""
+        """Replace the module's seed function by one that records whether the seed is a number."""
         original = getattr(module, _SEED_FUNCTIONS[module.__name__])
 
         @wraps(original)

@@ -138,7 +138,7 @@ def serve_attempts(channel: Connection) -> None:
 def train_as_rank() -> None:
     """Train as a rank, in a copy of a trial's program that a launcher (Lightning's, Fabric's) has started.
 
-    The process exits like a script, with its exit handlers.
+    Like a script, the process runs its exit handlers when it exits.
     """
     ignore_group_signals()
     sys.argv[:1] = [os.environ[SCRIPT_ENV]]
@@ -300,7 +300,7 @@ class _AttemptRunner:
 
 @contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """Exit a forked child that returns from the trainable or its import: it must not send the trial's end."""
+    """Make a forked child exit when it returns from the trainable or the import: it must not send the trial's end."""
     trial, code = os.getpid(), 1
     try:
         yield
