@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def current_owner(*, attempt: int = 0) -> Owner:
-    """Return an `Owner` that names this process. The error `Superseded` of an earlier owner shows it."""
+    """Return an `Owner` that names this process; `Superseded` errors of earlier owners show it."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),

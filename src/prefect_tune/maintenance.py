@@ -176,7 +176,7 @@ class MaintenanceReport(RenamedMembers):
 
     @property
     def damage_message(self) -> str:
-        """A one-line error message about the damage. Read it only if there is damage."""
+        """A one-line error message about the damage. Use it only if there is damage."""
         first, *others = self.damaged_checkpoints
         more_text = f" and {len(others)} more" if others else ""
         quarantine_text = ", and quarantined" if all(damage.is_quarantined for damage in (first, *others)) else ""
@@ -416,7 +416,7 @@ def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageT
     if not freshness.is_running or freshness.is_stale:
         return
     running_count = sum(trial.status is Status.RUNNING for trial in state.trials.values())
-    count = max(running_count, len(live.trials) if live is not None else 0)  # the journal of a search may be older
+    count = max(running_count, len(live.trials) if live is not None else 0)  # the live status may be newer
     sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
     signs = f"{sign} as of {freshness.describe()}"
     is_search = experiment_kind(state) == "search"

@@ -358,7 +358,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
     """Return a function that journals the events of an attempt of `trial` while other tasks of this run may write too.
 
     The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended; and
-    `SaveOvertaken` if another task has committed or retired a checkpoint of the trial since a save in the events began.
+    `SaveOvertaken` if another task has committed or retired a checkpoint of the trial after a save in the events began.
     """
 
     def write(

@@ -26,7 +26,7 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal. The error `Superseded` of an earlier owner names it."""
+    """The process that owns a journal; `Superseded` errors of earlier owners name it."""
 
     name: str
     host: str
@@ -35,7 +35,7 @@ class Owner(Value):
     task_run: str | None = None
     """The id of the task run in which the process runs an attempt; None if there is none."""
     is_manual: bool = False
-    """Whether the user resumed this run: it does not count as a restart after a crash."""
+    """Whether the user resumed this run: then the start does not count as a restart after a crash."""
     attempt: int = 0
     """In a user's own flow, the number of starts of its run."""
     slots: int | None = None

@@ -221,7 +221,7 @@ class PendingEntry:
 
 
 def _write_error_for_attempt(error: BaseException) -> Exception:
-    """Return the error for the attempts that wait for a write; after an interruption, its outcome is unknown."""
+    """Return the error for the attempts that wait for a write; if it was interrupted, the outcome is unknown."""
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")

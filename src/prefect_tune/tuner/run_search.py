@@ -196,19 +196,19 @@ def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Result
 
     The flow must return the result: if every trial errored, the result is a Failed state with `SearchFailed`.
     """
-    if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has warned
+    if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has already warned
         warn_of_unusual_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
     with quiet_inner_tasks():
-        iteration = prepare_search_iteration(plan, experiment)
-        results = _run_search_until_suspended(iteration)
-        raise_pause_if_suspended(iteration.plan, SEARCH_QUESTION, results.experiment)
-    error = search_failed_error(results, iteration.initial_experiment)
+        segment = prepare_search_iteration(plan, experiment)
+        results = _run_search_segment(segment)
+        raise_pause_if_suspended(segment.plan, SEARCH_QUESTION, results.experiment)
+    error = search_failed_error(results, segment.initial_experiment)
     return results if error is None else make_failed_result(error, Results)
 
 
-def _run_search_until_suspended(iteration: RunIteration) -> Results:
-    plan, objective, log = iteration.plan, iteration.plan.objective, get_run_logger()
+def _run_search_segment(segment: RunIteration) -> Results:
+    plan, objective, log = segment.plan, segment.plan.objective, get_run_logger()
     stopper = trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
     warn_of_stop_limits(stopper, objective, log)
@@ -216,19 +216,19 @@ def _run_search_until_suspended(iteration: RunIteration) -> Results:
     policy = make_policy(plan)
     opening_executor, slots, location = _make_executor(plan, spec)
     callbacks = resolve_callbacks(plan.callbacks)
-    known_state = require_presence(plan.target, plan.experiment, plan.resume, iteration.loaded_experiment)
+    known_state = require_presence(plan.target, plan.experiment, plan.resume, segment.loaded_experiment)
     names = parse_warm_start(plan.warm_start or ())
-    warm_starts = read_warm_starts(names, plan.target, plan.experiment, iteration.loaded_experiment)
+    warm_starts = read_warm_starts(names, plan.target, plan.experiment, segment.loaded_experiment)
 
     def search(stop: threading.Event) -> Experiment:
         with opening_executor as executor, retrying_refusals():  # first: its fork server needs time to start
             if not check_target(plan.target).conditional_create:
                 require_one_process(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
             state_before = known_state or read_experiment_to_resume(plan.target, plan.experiment)
-            state, now, changes = _take_over_search(iteration, state_before, warm_starts, slots)
-            journal_writer = iteration.set_journal_writer(JournalWriter(plan.target, state, write_entry_directly))
-            if iteration.answer is not None and not is_form_answered(state, iteration.answer.event.key):
-                changes = [iteration.answer.event, *changes]
+            state, now, changes = _take_over_search(segment, state_before, warm_starts, slots)
+            journal_writer = segment.set_journal_writer(JournalWriter(plan.target, state, write_entry_directly))
+            if segment.answer is not None and not is_form_answered(state, segment.answer.event.key):
+                changes = [segment.answer.event, *changes]
             if changes:
                 journal_writer.write(changes)
             # Another run may have added samples since the journal was read; the journal has the seed.
@@ -242,7 +242,7 @@ def _run_search_until_suspended(iteration: RunIteration) -> Results:
             limits = SearchLimits(
                 options=plan,
                 max_concurrent_trials=slots.count,
-                end_reason=STOPPED_ON_RESUME if iteration.is_stopping else None,
+                end_reason=STOPPED_ON_RESUME if segment.is_stopping else None,
                 meets_stop_criterion=lambda trial: meets_stop_criterion(trial, stopper, curves),
             )
             period, request_count = spec.sync.request_period, len(state.stop_requests)
@@ -266,24 +266,24 @@ def _run_search_until_suspended(iteration: RunIteration) -> Results:
                 log_if_already_finished(now, state, final_state, log)
             return final_state
 
-    with guarding_ownership(iteration):
+    with guarding_ownership(segment):
         final_state = run_interruptible(search, grace=spec.grace_period, poll_interval=spec.sync.request_period)
         return Results(final_state, plan.target, objective)
 
 
 def _take_over_search(
-    iteration: RunIteration, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
+    segment: RunIteration, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
     Return the state, the plan with the samples that this run adds, and the events to journal.
     """
-    plan, log = iteration.plan, get_run_logger()
+    plan, log = segment.plan, get_run_logger()
     # Check before the takeover: a rejected run must not disturb the present owner.
     require_same_search(state_before, with_journal_seed(state_before, plan).settings)
     if plan.on_code_change == "refuse":
         require_unchanged_code(state_before, plan)
-    state = acquire_run_ownership(iteration, state_before, slots.count)
+    state = acquire_run_ownership(segment, state_before, slots.count)
     warn_of_takeover(state_before, log)
     current_plan, added_samples = plan_checks.with_added_samples(
         with_journal_seed(state, plan), state, lambda: current_call_path(plan.experiment).key
@@ -320,7 +320,7 @@ def make_policy(plan: SearchPlan) -> SearchPolicy:
 
 
 def begin_schedule(scheduler: Scheduler, objective: Objective | None, seed: int) -> Schedule:
-    """Return the schedule of a new experiment. Raise `InvalidInput` if it needs a metric and has none."""
+    """Return the schedule of a new experiment. Raise `InvalidInput` if the scheduler needs a metric and has none."""
     if objective is None and not isinstance(scheduler, FIFO):
         raise InvalidInput(f"metric: {type(scheduler).__name__} compares trials by a metric; pass one: metric='loss'")
     return scheduler.begin(objective or PLACEHOLDER_OBJECTIVE, seed)

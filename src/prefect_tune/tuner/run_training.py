@@ -61,11 +61,11 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
         `durable_trainable`.
     """
     with quiet_inner_tasks():
-        iteration = apply_answers(RunIteration(plan), TRAINING_QUESTION, read_last_form())
-        spec, stopper = make_single_trial_spec(iteration.plan, ONLY_TRIAL)
+        segment = apply_answers(RunIteration(plan), TRAINING_QUESTION, read_last_form())
+        spec, stopper = make_single_trial_spec(segment.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
-        state = _run_training_until_suspended(spec, config_to_json(config), stopper, iteration)
-        raise_pause_if_suspended(iteration.plan, TRAINING_QUESTION, state)
+        state = _run_training_segment(spec, config_to_json(config), stopper, segment)
+        raise_pause_if_suspended(segment.plan, TRAINING_QUESTION, state)
     trial = state.trial(ONLY_TRIAL)
     if trial.phase is Phase.ERRORED:
         return TrialFailed(f"{state.name}: {first_line(trial.reason)}")
@@ -77,24 +77,24 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
     return replace(spec, trial=state.trial_key(ONLY_TRIAL)), trial
 
 
-def _run_training_until_suspended(
-    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, iteration: RunIteration
+def _run_training_segment(
+    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, segment: RunIteration
 ) -> Experiment:
-    target, plan = spec.target, iteration.plan
+    target, plan = spec.target, segment.plan
 
     def train(stop: threading.Event) -> Experiment:
         check_target(target)
-        state_before = iteration.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
+        state_before = segment.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
         trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
         require_same_training(state_before, trial_spec, config)  # before an earlier owner is superseded
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
             pool.start_import(spec.trainable, get_run_logger())  # its fork server starts during the takeover
-        state = acquire_run_ownership(iteration, state_before, slots=1)
+        state = acquire_run_ownership(segment, state_before, slots=1)
         require_same_training(state, trial_spec, config)  # another run may have started in the meantime
-        journal_writer = iteration.set_journal_writer(JournalWriter(target, state, write_entry))
+        journal_writer = segment.set_journal_writer(JournalWriter(target, state, write_entry))
         with retrying_refusals():
-            if follow_up_events := answer_events(trial_spec, state, iteration):
+            if follow_up_events := answer_events(trial_spec, state, segment):
                 journal_writer.write(follow_up_events)
             return drive(trial_spec, journal_writer, state_before, stop)
 
@@ -119,7 +119,7 @@ def _run_training_until_suspended(
             reporter.begin_final_report()  # draws the last page while the event emitter ends
         return state
 
-    with TrialProcessPool(slots=0) as pool, guarding_ownership(iteration):
+    with TrialProcessPool(slots=0) as pool, guarding_ownership(segment):
         return run_interruptible(train, grace=spec.grace_period, poll_interval=spec.sync.request_period)
 
 

@@ -129,10 +129,10 @@ class SearchPolicy:
         return decision
 
     def should_resume(self, trial: Trial) -> bool:
-        """Return whether to resume a trial at once: it paused for an exploit, or the scheduler has not paused it.
+        """Return whether to resume a trial at once: it paused for an exploit, or this scheduler has not paused it.
 
-        An earlier owner's scheduler may have paused it, or it paused without a decision. The scheduler resumes or stops
-        the trials that it has paused itself.
+        In the second case, an earlier owner's scheduler paused it, or it paused without a decision. This scheduler
+        resumes or stops the trials that it has paused itself.
         """
         return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 

@@ -262,8 +262,8 @@ def stop(
     experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues the experiment. The run that
     owns the experiment reads requests every few seconds, and journals each request before it acts on it.
 
-    If no run is active, the next run ends the trial before it starts any other. A request to stop the whole experiment
-    then has no effect: it never stops a run that begins later.
+    If no run is active, the next run ends the trial before it starts another trial. A request to stop the whole
+    experiment then has no effect: it never stops a run that begins later.
 
     ```python
     outcome = pt.stop("digits", target="runs", trial="3")

@@ -31,7 +31,7 @@ from prefect_tune.core.values import parse_time
 
 
 class Category(StrEnum):
-    """The use of a second of a slot, with an explanation for users."""
+    """What a second of a slot was used for; `meaning` explains it to users."""
 
     meaning: str
 

@@ -509,7 +509,7 @@ class ExperimentPlateau(ExperimentStopper):
     finished trials. Further trials are then unlikely to be better.
 
     Args:
-        metric: default: the first metric of the search's objective.
+        metric: the metric to compare. Default: the first metric of the search's objective.
         mode: `min` or `max`, for `metric`.
     """
 

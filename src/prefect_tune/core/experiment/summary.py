@@ -50,7 +50,7 @@ def validate_scope(scope: Scope) -> Scope:
 def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
     """Return a trial's score from the metrics of its reports; None if no report has all metrics.
 
-    A report without numbers for all metrics is skipped. If the last report is skipped, the score of `last` is None.
+    A report without numbers for all metrics is skipped. If the last report is skipped, scope `last` gives None.
     """
     scores = [losses for metrics in reports if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":

@@ -38,7 +38,7 @@ from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
 MAX_POSTS_PER_READ = 200
-"""The maximum number of posts that one call reads: some seconds on an object store, far below any reader's timeout."""
+"""The most posts that one call reads: this takes seconds on an object store, far less than any reader's timeout."""
 
 
 class Post(Document):
@@ -108,7 +108,7 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if there is none."""
+    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if no post is damaged."""
 
 
 def close_outbox(
