@@ -14,8 +14,8 @@ from prefect_tune.reporting.svg import (
     ORANGE,
     VIOLET,
     Drawing,
-    Frame,
     Pen,
+    PlotArea,
     Scale,
     draw_axes,
 )
@@ -58,7 +58,7 @@ def draw_panels(panels: Sequence[Panel], columns: int = 2) -> str:
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
         left, top = column * width + 46, _legend_height(names) + row * (height + _GAP + _HEAD) + _HEAD
-        _draw_panel(drawing, panel, Frame(left, top, left + width - 66, top + height))
+        _draw_panel(drawing, panel, PlotArea(left, top, left + width - 66, top + height))
     return drawing.to_svg()
 
 
@@ -73,17 +73,17 @@ def _draw_legend(drawing: Drawing, names: Sequence[str]) -> None:
         drawing.text((left + 48, y + 4), name)
 
 
-def _draw_panel(drawing: Drawing, panel: Panel, frame: Frame) -> None:
+def _draw_panel(drawing: Drawing, panel: Panel, area: PlotArea) -> None:
     begin = min(band[0][0] for band in panel.bands.values()) * panel.seconds
     end = max(band[-1][0] for band in panel.bands.values()) * panel.seconds
     values = [value for band in panel.bands.values() for _, quartiles in band for value in quartiles if value > 0]
-    x = Scale(begin, end, frame.left, frame.right, is_log=True)
+    x = Scale(begin, end, area.left, area.right, is_log=True)
     most = max(values)
     least = max(min(values), most / 1e4)
     is_log = most / least >= _LOG_FROM
-    y = Scale(least if is_log else 0.0, most, frame.bottom, frame.top, is_log)
-    draw_axes(drawing, frame, x, y, ("seconds of training", "regret"))
-    drawing.text(((frame.left + frame.right) / 2, frame.top - 9), panel.title, f'font-weight="600" {ANCHOR_MIDDLE}')
+    y = Scale(least if is_log else 0.0, most, area.bottom, area.top, is_log)
+    draw_axes(drawing, area, x, y, ("seconds of training", "regret"))
+    drawing.text(((area.left + area.right) / 2, area.top - 9), panel.title, f'font-weight="600" {ANCHOR_MIDDLE}')
     for name, pen in zip(panel.bands, _PENS, strict=True):
         low, middle, high = (_line(panel, name, quartile, (x, y)) for quartile in range(3))
         drawing.area([*low, *reversed(high)], Pen(pen.color, opacity=_SHADE))

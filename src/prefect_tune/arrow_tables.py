@@ -116,7 +116,7 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
     """Return the reports in a Parquet file; None if the file is damaged, or of another version or experiment state.
 
-    The caller then reads the reports from the journal. Nothing in the file is executed.
+    If the result is None, the caller reads the reports from the journal. Nothing in the file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -189,7 +189,7 @@ def _make_column(column: list[Any]) -> pa.Array:
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return one row per valid report, from the published file of this state, or else from the journal."""
+    """Return the valid reports, one per row: from the published file of this state if usable, else from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
     with suppress(ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
         if (table := parse_reports(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:

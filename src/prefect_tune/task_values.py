@@ -37,7 +37,7 @@ TrialEndStatus: TypeAlias = Literal["completed", "paused", "errored"]
 
 
 def _validate_step(value: object) -> int:
-    """Return `value` as a step. Raises `InvalidInput` unless `value` is an integer of at least 1."""
+    """Return `value` as a step: an integer of at least 1. Raises `InvalidInput` for other values."""
     step = to_plain_scalar(value)
     if isinstance(step, int) and is_integer_at_least(step, 1):
         return step
@@ -140,14 +140,14 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
-    """Return `; did you mean 'slow'?` for a similar experiment on `target`; "" without one, or after 5 s."""
+    """Return `; did you mean 'slow'?` if `target` has a similar experiment; return "" if not, or after 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
         return _format_similar_name_hint(experiment, list_experiment_names(store))
     return ""
 
 
 def format_misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
-    """Return a warning that the experiment or trial does not exist, if its name may be misspelled; "" otherwise."""
+    """Return a warning if the experiment or trial does not exist and its name may be misspelled; "" otherwise."""
     if not state.entry_count:
         hint = similar_experiment_hint(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
@@ -215,7 +215,7 @@ class TrialState(Value):
     checkpoint_steps: tuple[int, ...]
     """The steps of all its checkpoints, oldest first."""
     attempts: int
-    """The number of attempts begun, in all flow runs."""
+    """The number of attempts that have begun, in all flow runs."""
     recomputed_steps: int
     """The number of steps known to be trained again."""
     recomputed_is_lower_bound: bool

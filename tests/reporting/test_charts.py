@@ -19,7 +19,7 @@ from prefect_tune.reporting.svg import (
     GREY,
     MAX_SMALL_PANEL_CURVES,
     ORANGE,
-    Frame,
+    PlotArea,
     draw_learning_curves,
     draw_parallel_coordinates,
     draw_timeline,
@@ -134,7 +134,7 @@ def test_an_axis_is_logarithmic_where_the_domain_is_and_nothing_that_a_space_nam
         "made": None,
     }
     assert report_input.constants == {"batch": 64}
-    axes = {axis.name: axis.scale for axis in make_axes(report_input, Frame(0, 0, 100, 100))}
+    axes = {axis.name: axis.scale for axis in make_axes(report_input, PlotArea(0, 0, 100, 100))}
     assert {name for name, scale in axes.items() if scale and scale.is_log} == {"lr", "width", "model/depth", "scale"}
     assert all(len(scale.make_ticks(4)) > 1 for scale in axes.values() if scale), "also where there is no decade"
 

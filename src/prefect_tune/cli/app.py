@@ -193,7 +193,7 @@ def run_app() -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
-    arguments, sys.argv[1:] = sys.argv[1:], []  # trainables that read `sys.argv` must not see these
+    arguments, sys.argv[1:] = sys.argv[1:], []  # hide these from trainables that read `sys.argv`
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:

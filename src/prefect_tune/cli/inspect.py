@@ -129,7 +129,7 @@ def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[
             yield _ExperimentRow(name, kind, damage=str(error)), UNKNOWN_FRESHNESS
             continue
         except Superseded:
-            continue  # deleted after the listing
+            continue  # the experiment was deleted after the listing
         metrics = objective.metrics if objective else ()
         row = _ExperimentRow(
             state.name,
@@ -186,7 +186,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print_parts("", make_attempts_table(attempts))
     reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
     if "\n" in reason:
-        print(f"\n{reason}")  # unwrapped: users read and copy its lines of code
+        print(f"\n{reason}")  # not wrapped: users copy lines of code from it
 
 
 @command

@@ -129,7 +129,7 @@ def _parse_set_value(text: str, setting: str) -> Any:
     name, text = call[1], call[2]
     try:
         arguments = list(json.loads(f"[{text}]"))
-    except ValueError as error:  # choice(adam,sgd)
+    except ValueError as error:  # such as choice(adam,sgd)
         if _JSON_CHARACTERS.search(text):
             expected = 'choice("adam","sgd") or choice([1,2],[3]), or only words, such as choice(adam,sgd)'
             raise InvalidInput(f"--set {setting!r}: expected JSON in the parentheses, such as {expected}") from error
@@ -255,7 +255,7 @@ RESUME_OPTIONS = [
 
 
 def with_flags(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds these flags to a command of `**options`, before the keyword-only parameters."""
+    """Return a decorator for a command with `**options`, which adds the flags before the keyword-only parameters."""
 
     def add_options(command: _Command) -> _Command:
         parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]

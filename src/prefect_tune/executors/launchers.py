@@ -46,7 +46,7 @@ _RUNS_PER_REQUEST = 200  # Prefect's maximum
 _START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
-"""The name of the Cancelled state of the runs that their search has cancelled."""
+"""The name of the Cancelled state that a search gives to its runs that have not begun."""
 _DEPLOY_COMMAND = "prefect-tune deploy train-trial --work-pool POOL"
 _API_ERRORS = (PrefectException, httpx.HTTPError, OSError)
 
@@ -70,7 +70,7 @@ class TaskRunnerLauncher:
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
-        self._make_resource_context = _make_resource_context(runner, resources)
+        self._make_resource_context = _make_context_factory(runner, resources)
         self._is_ray, self._resources = type(runner).__name__ == "RayTaskRunner", resources or Resources()
 
     def __call__(
@@ -128,7 +128,7 @@ class _PlacementGroup:
         self._ray.remove_placement_group(self._group)
 
 
-def _make_resource_context(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
+def _make_context_factory(runner: object, resources: Resources | None) -> Callable[[], AbstractContextManager[object]]:
     kind = type(runner).__name__
     if resources is None:
         return nullcontext
@@ -270,7 +270,7 @@ class DeploymentLauncher:
         return with_retries(request, should_retry, _PAUSES_SECONDS, f"trial {spec.trial.trial}: starting it: ")
 
     def _create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
-        """Create the run, or return it if an earlier request with a lost response has created it."""
+        """Create the run; return the existing run if an earlier request, whose response was lost, has created it."""
         create = partial(
             run_deployment,
             self._deployment,
@@ -349,7 +349,7 @@ def _make_id_filter(ids: Collection[UUID]) -> FlowRunFilter:
 
 
 def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | None:
-    """Return why the runs of a deployment cannot start, with the user's next step; None if they can start."""
+    """Return why the runs of a deployment cannot start, and what the user can do; None if they can start."""
     deployment = client.read_deployment_by_name(deployment_name)
     if (pool_name := deployment.work_pool_name) is None:
         return None
@@ -394,7 +394,7 @@ def _is_waiting_to_start(state: State[Any]) -> bool:
 def _find_canceller(
     client: SyncPrefectClient, run: UUID, state: State[Any] | None, deployment: str
 ) -> _Canceller | None:
-    """Return the canceller of a run that has ended; None if the run was not cancelled, or if its search cancelled it.
+    """Return the canceller of a run that has ended; None if the run was not cancelled, or if the search cancelled it.
 
     If a user cancels a run that has begun, the run first gets the state Cancelling.
     """

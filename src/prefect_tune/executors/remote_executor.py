@@ -178,7 +178,7 @@ class RemoteSearchChannel(SearchChannel):
         self._decision_requested.set()
 
     def start_polling(self) -> None:
-        """Start the thread that polls the target for decisions, unless it runs. A retry calls this after `close`."""
+        """Start a thread that polls the target for decisions, if none is running. A retry calls this after `close`."""
         if self._closed.is_set():
             self._closed = threading.Event()
             if self._decision_step is None:
@@ -375,7 +375,7 @@ class RemoteExecutor:
         """Do nothing: remote attempts submit no events."""
 
     def _record_exit(self, attempt: _RemoteAttempt, exited: AttemptExited) -> None:
-        """Record that an attempt has ended, unless a damaged outbox has already ended it."""
+        """Record the end of an attempt; do nothing if a damaged outbox has already ended the attempt."""
         if self._attempts.get(exited.trial) is attempt and not attempt.has_ended:
             attempt.has_ended = True
             self._exited.append(exited)

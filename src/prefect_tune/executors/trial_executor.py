@@ -149,7 +149,7 @@ LaunchAttempt: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchChannel, O
 
 
 def make_executor_launcher(threads: Executor) -> LaunchAttempt:
-    """Return a `LaunchAttempt` that runs each attempt's task in one of `threads`."""
+    """Return a `LaunchAttempt` that runs each attempt's task in a thread of the pool `threads`."""
 
     def launch(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:
         threads.submit(copy_context().run, _run_task, make_attempt_task(spec.tags), spec, request, channel, on_end)
@@ -198,7 +198,7 @@ class LocalExecutor:
         self._is_closed = False
         self._guard = threading.Lock()
         self._awaited_events: dict[str, EventsSubmitted] = {}
-        """By trial, the events whose journal entry the trial waits for."""
+        """The events for whose journal entry a trial waits, by trial."""
         self._channels: dict[str, InProcessChannel] = {}
 
     def __len__(self) -> int:
@@ -268,7 +268,7 @@ class Slots:
 
     count: int
     environments: Sequence[Mapping[str, str]] = ()
-    """The environment variables of each slot, such as its GPUs; empty if trials use only those of this process."""
+    """The environment variables of each slot, such as its GPUs; empty if all trials inherit the same variables."""
     cpu_count: int | None = None
     """The number of processors that all slots share; None if unknown."""
 

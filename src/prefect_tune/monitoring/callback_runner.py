@@ -137,7 +137,7 @@ class CallbackThread(SearchObserver):
         self._queue_item(_QueueItem(experiment, is_last=True))
 
     def join(self, deadline: float) -> None:
-        """Wait for the thread until `deadline`, a time of `time.monotonic`; log a warning if the thread still runs."""
+        """Wait for the thread to end; log a warning if it has not ended by `deadline`, a time of `time.monotonic`."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
@@ -222,7 +222,7 @@ class CallbackThread(SearchObserver):
     def _deliver_event(self, event: Event, experiment: Experiment) -> None:
         if isinstance(event, CallbackEvent):
             self._has_unsaved_state = True
-            for hook in make_hook_calls(self._callback, event, experiment.trial(event.trial)):
+            for hook in iter_hook_calls(self._callback, event, experiment.trial(event.trial)):
                 self._call_hook(hook)
 
     def _call_hook(self, hook: Callable[[], object]) -> None:
@@ -243,7 +243,7 @@ class CallbackThread(SearchObserver):
         self._has_unsaved_state = False
 
 
-def make_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> Iterator[Callable[[], object]]:
+def iter_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> Iterator[Callable[[], object]]:
     """Yield the hook calls of a trial's event, in order."""
     match event:
         case AttemptStarted():
@@ -264,7 +264,7 @@ def make_hook_calls(callback: Callback, event: CallbackEvent, trial: Trial) -> I
 
 
 class CallbackRunner:
-    """Runs the callbacks of a search. Further callbacks of the same name are called `name-2`, `name-3`."""
+    """Runs the callbacks of a search. Further callbacks of the same name get the names `name-2`, `name-3`."""
 
     def __init__(self, callbacks: Sequence[Callback], target: StorageTarget, search: SearchInfo, log: Log) -> None:
         self.threads: list[CallbackThread] = []

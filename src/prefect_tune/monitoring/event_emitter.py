@@ -308,7 +308,7 @@ class EventEmitter(SearchObserver):
         yield from self._asset_events.make_best_model_events(better, experiment)
 
     def _make_prefect_event(self, event: Event | ExperimentEvent, trial: Trial | None = None) -> PrefectEvent:
-        """Return the Prefect event of a journal event (`trial` is the state after it) or of an experiment event."""
+        """Return the Prefect event of a journal event (`trial`: the state after it) or of an experiment event."""
         address = self._address
         names = {"target": address.redacted_target_uri, "experiment": address.experiment}
         payload = {**names, **event_payload(event, trial)}

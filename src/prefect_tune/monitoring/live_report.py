@@ -68,7 +68,7 @@ class ArtifactContent:
 
 @dataclass(frozen=True, slots=True)
 class EarlierArtifacts:
-    """Possible artifacts of earlier runs, or of a killed process of this run."""
+    """Artifacts that earlier runs, or a killed process of this run, may have left."""
 
     keys_to_update: frozenset[str]
     """Keys with one artifact per run: this process updates the artifact of its own run."""

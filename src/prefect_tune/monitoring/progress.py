@@ -110,7 +110,7 @@ def showing_progress(
     *,
     in_terminal: bool,
 ) -> Iterator[SearchObserver]:
-    """Yield an observer that shows the progress of a search or a training; log a final line unless the block raises.
+    """Yield an observer that shows the progress of a search or a training; log a final line if no error ends the block.
 
     `notes` are the last lines of the log. `in_terminal` allows a live table if stdout is a terminal.
     """

@@ -80,7 +80,7 @@ class SearchRecorder(SearchObserver):
         self._view = SearchView(experiment)
         self._view.begin_run(self._run_began)
         self._changes: list[Callable[[SearchView], None]] | None = None
-        """The changes of this run, until the earlier entries are prepended; None if the changes are not needed."""
+        """The changes since `expect_earlier_entries`; None before that call, and after `prepend_entries`."""
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
@@ -241,7 +241,7 @@ class LiveStatusPublisher:
         self._written_count += 1  # also after an error: the target may have written it
 
     def _read_running_trials(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
-        """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` and `host`."""
+        """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` or `host`."""
         snapshot = self._read()
         running = [
             RunningTrial(

@@ -73,7 +73,7 @@ class Totals:
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The part of `committed_bytes` with known uploads; the uploads of adopted commits are unknown."""
+    """The bytes in `committed_bytes` whose uploads are known; the uploads of adopted commits are unknown."""
     sent_bytes: int
     saved_bytes: int
     """Bytes that were not uploaded, because the target already had them."""
@@ -242,7 +242,7 @@ def make_report_input(
     expected_trial_count: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return a report's data. `snapshot` has the curves of `select_curve_trials`. Default objective: the search's."""
+    """Return a report's data. `snapshot` has the curves of `select_curve_trials`; `objective` replaces the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_from_settings(experiment.settings)
     trials = [apply_report(trial, snapshot.newest_report(trial.id)) for trial in experiment.trials.values()]

@@ -236,7 +236,7 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
     last.append(("trained", ["not measured" if seconds is None else format_span(seconds) for seconds in times]))
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
-    # Show at most five of the differing parameters (for a single trial: of all parameters), if they fit the width.
+    # Show up to five parameters that differ between trials, if they fit the width; a single trial shows any five.
     free_width = _MAX_TABLE_WIDTH - sum(map(_measure_column, (*columns, *last)))
     configs = [flatten(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)

@@ -238,7 +238,7 @@ def fit_scale(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PlotArea:
     """The plot area of a chart."""
 
     left: float
@@ -247,23 +247,23 @@ class Frame:
     bottom: float
 
 
-def draw_axes(drawing: Drawing, frame: Frame, x: Scale, y: Scale, names: tuple[str, str]) -> None:
+def draw_axes(drawing: Drawing, area: PlotArea, x: Scale, y: Scale, names: tuple[str, str]) -> None:
     """Draw a grid at the ticks of two scales, and label the axes."""
-    draw_y_axis(drawing, frame, y, max(5, int((frame.bottom - frame.top) / 38)))
-    for position, label in x.make_ticks(max(5, int((frame.right - frame.left) / 80))):
-        drawing.line([(position, frame.bottom), (position, frame.bottom + 4)], Pen(GREY, 1, 0.8))
-        drawing.text((position, frame.bottom + 17), label, f"{SMALL_TEXT} {ANCHOR_MIDDLE}")
-    drawing.line([(frame.left, frame.bottom), (frame.right, frame.bottom)], Pen(GREY, 1, 0.8))
+    draw_y_axis(drawing, area, y, max(5, int((area.bottom - area.top) / 38)))
+    for position, label in x.make_ticks(max(5, int((area.right - area.left) / 80))):
+        drawing.line([(position, area.bottom), (position, area.bottom + 4)], Pen(GREY, 1, 0.8))
+        drawing.text((position, area.bottom + 17), label, f"{SMALL_TEXT} {ANCHOR_MIDDLE}")
+    drawing.line([(area.left, area.bottom), (area.right, area.bottom)], Pen(GREY, 1, 0.8))
     x_name, y_name = names
-    drawing.text((frame.right, frame.bottom + 32), x_name, f"{SMALL_TEXT} {ANCHOR_END}")
-    drawing.text((frame.left - 7, frame.top - 9), y_name, f'{SMALL_TEXT} font-weight="600"')
+    drawing.text((area.right, area.bottom + 32), x_name, f"{SMALL_TEXT} {ANCHOR_END}")
+    drawing.text((area.left - 7, area.top - 9), y_name, f'{SMALL_TEXT} font-weight="600"')
 
 
-def draw_y_axis(drawing: Drawing, frame: Frame, y: Scale, max_ticks: int) -> None:
-    """Draw a labelled grid line at each tick."""
+def draw_y_axis(drawing: Drawing, area: PlotArea, y: Scale, max_ticks: int) -> None:
+    """Draw a grid line with a label at each tick."""
     for position, label in y.make_ticks(max_ticks):
-        drawing.line([(frame.left, position), (frame.right, position)], GRID_PEN)
-        drawing.text((frame.left - 7, position + 4), label, f"{SMALL_TEXT} {ANCHOR_END}")
+        drawing.line([(area.left, position), (area.right, position)], GRID_PEN)
+        drawing.text((area.left - 7, position + 4), label, f"{SMALL_TEXT} {ANCHOR_END}")
 
 
 # Learning curves.
@@ -293,24 +293,24 @@ def draw_learning_curves(report: ReportInput) -> str | None:
     for index, name in enumerate(metrics):
         left, top = WIDTH / columns * (index % columns), height * (index // columns)
         right = left + WIDTH / columns - (70 if columns == 1 else 56)
-        _draw_curves(drawing, Frame(left + 62, top + 26, right, top + height - 42), report, name)
+        _draw_panel(drawing, PlotArea(left + 62, top + 26, right, top + height - 42), report, name)
     for index, name in enumerate(others):
         left = WIDTH / _SMALL_COLUMNS * (index % _SMALL_COLUMNS)
         top = bottom + _SMALL_HEIGHT * (index // _SMALL_COLUMNS)
-        frame = Frame(left + 62, top + 26, left + WIDTH / _SMALL_COLUMNS - 12, top + _SMALL_HEIGHT - 36)
-        _draw_curves(drawing, frame, report, name, is_small=True)
+        area = PlotArea(left + 62, top + 26, left + WIDTH / _SMALL_COLUMNS - 12, top + _SMALL_HEIGHT - 36)
+        _draw_panel(drawing, area, report, name, is_small=True)
     return drawing.to_svg() if metrics or others else None
 
 
-def _draw_curves(drawing: Drawing, frame: Frame, report: ReportInput, metric: str, *, is_small: bool = False) -> None:
+def _draw_panel(drawing: Drawing, area: PlotArea, report: ReportInput, metric: str, *, is_small: bool = False) -> None:
     curves = {trial: points[metric] for trial, points in report.snapshot.curves.items() if points.get(metric)}
     if is_small and len(curves) > MAX_SMALL_PANEL_CURVES:
         first = [trial.id for trial in sample_trials(report.ranking, MAX_SMALL_PANEL_CURVES) if trial.id in curves]
         curves = {trial: curves[trial] for trial in list(dict.fromkeys([*first, *curves]))[:MAX_SMALL_PANEL_CURVES]}
-    x = fit_scale([step for points in curves.values() for step, _ in points], frame.left, frame.right, is_log=False)
+    x = fit_scale([step for points in curves.values() for step, _ in points], area.left, area.right, is_log=False)
     x = replace(x, has_integer_ticks=True)
-    y = fit_scale([value for points in curves.values() for _, value in points], frame.bottom, frame.top, room=0.03)
-    draw_axes(drawing, frame, x, y, ("step", metric[-_MAX_NAME_CHARACTERS:]))
+    y = fit_scale([value for points in curves.values() for _, value in points], area.bottom, area.top, room=0.03)
+    draw_axes(drawing, area, x, y, ("step", metric[-_MAX_NAME_CHARACTERS:]))
     lines = {
         trial: [(x.to_position(step), y.to_position(value)) for step, value in points]
         for trial, points in curves.items()
@@ -330,7 +330,7 @@ def _draw_curves(drawing: Drawing, frame: Frame, report: ReportInput, metric: st
     positions: list[Point] = []
     for trial in () if is_small else (*best[:1], *runners_up):
         right, end = lines[trial][-1]
-        position = (min(right, frame.right) + 6, min(frame.bottom, max(frame.top + 8, end + 4)))
+        position = (min(right, area.right) + 6, min(area.bottom, max(area.top + 8, end + 4)))
         if all(abs(position[1] - other[1]) >= 12 or abs(position[0] - other[0]) > 48 for other in positions):
             positions.append(position)
             weight = ' font-weight="600"' if trial in best else ""
@@ -347,40 +347,40 @@ _AXIS_LABEL_TEXT = 'font-size="10.5" font-weight="700"'
 
 @dataclass(frozen=True)
 class Axis:
-    """A parameter or a metric as a vertical axis."""
+    """A vertical axis for a parameter or a metric."""
 
     name: str
     values: Mapping[str, object] = field(repr=False)
     scale: Scale | None = None
     categories: Sequence[str] = ()
 
-    def get_trial_y(self, trial: str, frame: Frame) -> float:
+    def get_trial_y(self, trial: str, area: PlotArea) -> float:
         """Return the vertical position of a trial's value; a missing value is below the axis."""
         value = self.values.get(trial)
         if value is None:
-            return frame.bottom + 10
+            return area.bottom + 10
         if self.scale is not None:
             return self.scale.to_position(float(str(value)))
-        return self.get_category_y(self.categories.index(_format_category(value)), frame)
+        return self.get_category_y(self.categories.index(_format_category(value)), area)
 
-    def get_category_y(self, index: int, frame: Frame) -> float:
+    def get_category_y(self, index: int, area: PlotArea) -> float:
         """Return the vertical position of a category."""
-        return frame.bottom - (index + 0.5) * (frame.bottom - frame.top) / len(self.categories)
+        return area.bottom - (index + 0.5) * (area.bottom - area.top) / len(self.categories)
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
     """Draw each trial as a line through its parameters and metrics; return None without a metric or a second trial."""
     if report.objective is None or len(report.ranking) < 2:
         return None
-    frame = Frame(70, 44, WIDTH - 70, 280)
-    axes = make_axes(report, frame)
+    area = PlotArea(70, 44, WIDTH - 70, 280)
+    axes = make_axes(report, area)
     if len(axes) < 2:
         return None
     drawing = Drawing(WIDTH, 300)
-    positions = [frame.left + index * (frame.right - frame.left) / (len(axes) - 1) for index in range(len(axes))]
+    positions = [area.left + index * (area.right - area.left) / (len(axes) - 1) for index in range(len(axes))]
     trials = sample_trials(report.ranking, _MAX_LINES)
     placed_axes = list(zip(axes, positions, strict=True))
-    lines = [[(x, axis.get_trial_y(trial.id, frame)) for axis, x in placed_axes] for trial in trials]
+    lines = [[(x, axis.get_trial_y(trial.id, area)) for axis, x in placed_axes] for trial in trials]
     best = {trial.id for trial in report.best_trials}
     good_count = max(1, len(trials) // 5)
     drawing.lines(reversed(lines[good_count:]), Pen(BLUE, 1, FAINT if len(lines) > 40 else PALE))
@@ -388,8 +388,8 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
     drawing.lines(good, _GOOD_PEN)
     drawing.lines([line for line, trial in zip(lines, trials, strict=True) if trial.id in best], _BEST_PEN)
     for axis, x in placed_axes:
-        drawing.line([(x, frame.top), (x, frame.bottom)], Pen(GREY, 1, 0.8))
-        drawing.text((x, frame.top - 22), axis.name[-22:], f'{SMALL_TEXT} {ANCHOR_MIDDLE} font-weight="600"')
+        drawing.line([(x, area.top), (x, area.bottom)], Pen(GREY, 1, 0.8))
+        drawing.text((x, area.top - 22), axis.name[-22:], f'{SMALL_TEXT} {ANCHOR_MIDDLE} font-weight="600"')
         for y, label in axis.scale.make_ticks(4) if axis.scale else ():
             drawing.line([(x - 3, y), (x + 3, y)], Pen(GREY, 1, 0.8))
             drawing.text((x - 6, y + 4), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_END}")
@@ -398,29 +398,29 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
                 label = format_number(float(category))
             except ValueError:
                 label = category[:14]
-            drawing.text((x, axis.get_category_y(index, frame) - 7), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_MIDDLE}")
+            drawing.text((x, axis.get_category_y(index, area) - 7), label, f"{_AXIS_LABEL_TEXT} {ANCHOR_MIDDLE}")
     return drawing.to_svg()
 
 
-def make_axes(report: ReportInput, frame: Frame) -> Sequence[Axis]:
+def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
     """Return the axes of the first differing parameters and of the metrics."""
     names = [trial.id for trial in report.trials]
     columns = ((name, dict(zip(names, values, strict=True))) for name, values in report.differing_parameters.items())
-    parameters = [_make_axis(name, values, frame, is_log=report.has_log_scale(name)) for name, values in columns]
+    parameters = [_make_axis(name, values, area, is_log=report.has_log_scale(name)) for name, values in columns]
     axes = [axis for axis in parameters if axis is not None][: _MAX_AXES - 1]
     for metric in report.objective.metrics if report.objective else ():
         values = {trial.id: report.objective_values(trial.id).get(metric) for trial in report.ranking}
-        if (axis := _make_axis(metric, values, frame)) is not None:
+        if (axis := _make_axis(metric, values, area)) is not None:
             axes.append(axis)
     return axes
 
 
-def _make_axis(name: str, values: Mapping[str, object], frame: Frame, *, is_log: bool | None = None) -> Axis | None:
+def _make_axis(name: str, values: Mapping[str, object], area: PlotArea, *, is_log: bool | None = None) -> Axis | None:
     """Return the axis of a parameter; None if the parameter has no values or too many different texts."""
     present = [value for value in values.values() if value is not None]
     numbers = numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:
-        return Axis(name, values, scale=fit_scale(list(numbers.values()), frame.bottom, frame.top, is_log=is_log))
+        return Axis(name, values, scale=fit_scale(list(numbers.values()), area.bottom, area.top, is_log=is_log))
     categories = sorted(set(map(_format_category, present)), key=float if len(numbers) == len(present) else None)
     return Axis(name, values, categories=categories) if 0 < len(categories) <= _MAX_CATEGORIES else None
 
@@ -598,7 +598,7 @@ def _draw_attempt_counts(drawing: Drawing, bars: Sequence[_AttemptBar], bottom: 
         for column in range(int(left - _LEFT), max(int(left - _LEFT) + 1, int(right - _LEFT))):
             columns[min(column, len(columns) - 1)] += 1
     y = fit_scale([0, max(columns)], bottom, _TOP + 6, is_log=False)
-    draw_y_axis(drawing, Frame(_LEFT, _TOP, _RIGHT, bottom), y, 4)
+    draw_y_axis(drawing, PlotArea(_LEFT, _TOP, _RIGHT, bottom), y, 4)
     outline = [(_LEFT + column, y.to_position(count)) for column, count in enumerate(columns)]
     drawing.area([(_LEFT, bottom), *outline, (_LEFT + len(columns) - 1, bottom)], Pen(BLUE, 1, PALE))
     lost = [(right, bottom - 4) for attempt, _, right in bars if attempt.is_lost]

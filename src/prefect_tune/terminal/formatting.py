@@ -132,7 +132,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def append_last_output(reason: object, output: str) -> str:
-    """Return the reason why a process ended, and the process's last output unless the reason ends with this output."""
+    """Return why a process ended, followed by the process's last output; omit an output that the reason ends with."""
     text, last_output = make_visible(reason).strip(), make_visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 
@@ -239,7 +239,7 @@ class Freshness:
         return f"{self.as_of:{pattern}}, {rough_age} ago"
 
     def describe(self, since: str = "ago") -> str:
-        """Return the time, the age and a warning if the state may be outdated; `since` follows the age."""
+        """Return the time and the age, with a warning if the state may be outdated; `since` follows the age."""
         if self.as_of is None:
             return "an unknown time"
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M:%S"

@@ -124,7 +124,7 @@ def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iter
 
 
 def find_console_handlers() -> Iterator[logging.StreamHandler[TextIO]]:
-    """Return Prefect's handlers: those with their own Rich console."""
+    """Return the log handlers of Prefect, which have their own Rich console."""
     return (handler for handler in _iter_stream_handlers() if hasattr(handler, "console"))
 
 
