@@ -59,7 +59,7 @@ def is_work_abandoned() -> bool:
 
 
 def _pause(seconds: float) -> None:
-    """Sleep, or return at once when the work of this context is abandoned."""
+    """Sleep; return early if the work of this context is abandoned."""
     event = _abandoned_event.get()
     if event is None:
         time.sleep(seconds)

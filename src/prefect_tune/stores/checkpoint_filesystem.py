@@ -51,17 +51,17 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
         return path.rstrip("/")
 
     def get_file_info(self, paths: Sequence[str]) -> list[arrow.FileInfo]:
-        return [self._file_info(path) for path in paths]
+        return [self._make_file_info(path) for path in paths]
 
     def get_file_info_selector(self, selector: arrow.FileSelector) -> list[arrow.FileInfo]:
         base = selector.base_dir.rstrip("/")
-        if self._file_info(base).type != arrow.FileType.Directory:
+        if self._make_file_info(base).type != arrow.FileType.Directory:
             if selector.allow_not_found:
                 return []
             raise FileNotFoundError(base)
         paths = [path for path in (*self._files_by_path, *self._folder_paths) if path.startswith(f"{base}/")]
         selected = paths if selector.recursive else [path for path in paths if "/" not in path[len(base) + 1 :]]
-        return [self._file_info(path) for path in sorted(selected)]
+        return [self._make_file_info(path) for path in sorted(selected)]
 
     def open_input_file(self, path: str) -> pa.PythonFile:
         if not (file := self._files_by_path.get(path.rstrip("/"))):
@@ -103,7 +103,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
         parents = {str(folder) for path in paths for folder in path.parents} - {"."}
         return frozenset(f"{self._target_folder.path}/{folder}" for folder in parents.union(manifest.empty_directories))
 
-    def _file_info(self, path: str) -> arrow.FileInfo:
+    def _make_file_info(self, path: str) -> arrow.FileInfo:
         normalized = path.rstrip("/")
         if file := self._files_by_path.get(normalized):
             return arrow.FileInfo(normalized, arrow.FileType.File, size=file.size_bytes)

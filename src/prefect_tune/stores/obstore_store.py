@@ -275,7 +275,7 @@ _MIN_REQUEST_SECONDS: Final = 0.02
 
 
 def make_client(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
-    """Return a client that never retries and ends every request in `timeout`; raise `ValueError` for bad settings."""
+    """Return a client without retries that ends every request in `timeout`; raise `ValueError` for bad settings."""
     timeouts = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=10))}
     try:
         retries = {"max_retries": 0, "retry_timeout": timeout}
@@ -433,7 +433,7 @@ class ObstoreStore(ParallelStore):
         limit_seconds: float | None = None,
         failures: _Failures | None = None,
     ) -> _T:
-        """Make `request`, and retry transient failures; append every failure to `failures`."""
+        """Call `request` with a client, and retry transient failures; append every failure to `failures`."""
         if limit_seconds is None:
             is_small = transfer_bytes is not None and transfer_bytes <= _MAX_SMALL_BYTES
             limit_seconds = self._request_limit_seconds / 4 if is_small else self._request_limit_seconds

@@ -415,7 +415,7 @@ class PosixStore(ParallelStore):
             yield file, status.size_bytes
 
     def _iter_objects(self, folder: int, prefix: str, after: str) -> Iterator[ListedObject]:
-        """Yield the objects below an open folder, unordered; skip entries that are deleted meanwhile."""
+        """Yield the objects below an open folder, unordered; skip entries that are deleted during the iteration."""
         for name in self._calls.listdir(folder):
             path = prefix + name
             status = None if path == TEMPORARY_FOLDER else self._stat_or_none(folder, name)

@@ -201,7 +201,7 @@ MUTANTS = {
     ),
     "the last file of a name counts": Mutant(
         merge_different_bytes,
-        {commit._add_parts_to_manifest: {"if _chunk_digests(other) != _chunk_digests(file):": "if False:"}},
+        {commit._add_parts_to_manifest: {"if _list_chunk_digests(other) != _list_chunk_digests(file):": "if False:"}},
     ),
 }
 

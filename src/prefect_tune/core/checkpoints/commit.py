@@ -115,7 +115,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob that was sent."""
+    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob, if one was sent."""
 
     chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
@@ -398,7 +398,7 @@ def send_files(store: ObjectStore, key: CheckpointKey, source: StagedDirectory, 
 
     Raises:
         StoreUnavailable: not all bytes are on the target.
-        StagedFilesChanged: the directory was written to meanwhile.
+        StagedFilesChanged: the directory was written to while its files were sent.
     """
     batches = pack_ranges(split_files(source.files))
     groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
@@ -414,7 +414,7 @@ def send_part(
 
     Raises:
         StoreUnavailable, CommitUnknown: the next try reuses the blobs that were sent.
-        StagedFilesChanged: the directory was written to meanwhile.
+        StagedFilesChanged: the directory was written to while its files were sent.
     """
     _create_part(store, key, sender, send_files(store, key, source, reuse))
 
@@ -481,7 +481,7 @@ def _add_parts_to_manifest(manifest: Manifest, parts: Sequence[StoredPart]) -> M
                 files[file.path] = part.node, file.model_copy(update={"chunks": tuple(chunks)})
                 continue
             node, other = files[file.path]
-            if _chunk_digests(other) != _chunk_digests(file):
+            if _list_chunk_digests(other) != _list_chunk_digests(file):
                 raise InvalidInput(
                     f"{file.path}: nodes {node} and {part.node} saved different files of this name: save it on one "
                     "rank only, or put pt.get_trial().rank into the name"
@@ -500,5 +500,5 @@ def _add_parts_to_manifest(manifest: Manifest, parts: Sequence[StoredPart]) -> M
         raise InvalidInput(f"the files of the nodes do not form one directory: {problem}") from None
 
 
-def _chunk_digests(file: FileRef) -> Sequence[tuple[int, str]]:
+def _list_chunk_digests(file: FileRef) -> Sequence[tuple[int, str]]:
     return [(chunk.length, chunk.digest) for chunk in file.chunks]

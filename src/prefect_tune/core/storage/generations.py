@@ -14,7 +14,7 @@ is final when the marker of generation N + 1 exists, and deletes objects only af
   it checks *after* creating an entry that the journal's first entry exists: a deletion deletes this entry first. If it
   exists, no deletion had begun, and the conditional create has fenced off earlier owners: see `journal`.
 - **A late run** that looks up its experiment by name for each write is refused: the marker names the run.
-- **Garbage**: everything in the folder of an ended generation. This deletion, a later one or maintenance collects it.
+- **Garbage**: everything in the folder of an ended generation. Its own deletion, a later one or maintenance deletes it.
 
 Never: delete an object before the marker exists, or an object of the current generation; treat a generation as ended
 without a marker.

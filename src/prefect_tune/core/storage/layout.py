@@ -147,8 +147,8 @@ NON_ARTIFACT_PATTERNS = (
 def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
     """Return whether the file at `path` (relative to a trial's directory, with slashes) matches a pattern.
 
-    A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in an excluded
-    folder is excluded, too:
+    A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in a matching
+    folder matches, too:
 
     - a pattern with a slash is compared with the path from the top of the directory (`logs/*.tmp`);
       a leading `./` has the same effect: `./rank_*` matches only at the top;

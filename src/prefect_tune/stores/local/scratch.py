@@ -232,12 +232,13 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
     with ScratchDirectory() as scratch:
         directory = scratch / "files"
         with locked_folder(name, deadline) as folder:
-            copy, seal = folder / "copy", folder / "seal"
-            if not (copy.is_dir() and seal.exists() and seal.read_text(encoding="ascii") == directory_seal(copy)):
+            copy, digest_file = folder / "copy", folder / "seal"
+            has_digest = copy.is_dir() and digest_file.exists()
+            if not (has_digest and digest_file.read_text(encoding="ascii") == directory_seal(copy)):
                 _remove_unlocked_directories(folder.parent, "*", unused_for=_MAX_UNUSED_AGE)
                 remove_tree(folder)  # a reader changed it, or a killed process did not finish it
                 content.fetch(copy, None)
-                seal.write_text(directory_seal(copy), encoding="ascii")
+                digest_file.write_text(directory_seal(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
             (directory / METADATA_FILE).unlink(missing_ok=True)  # other readers may have other metadata

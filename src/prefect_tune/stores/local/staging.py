@@ -370,7 +370,7 @@ def fetch_plain_directory(
     """
     tree = list_plain_tree(store, folder, excluded_folder=excluded_folder)
 
-    def copy_range(file_range: tuple[str, int, int]) -> None:
+    def fetch_range(file_range: tuple[str, int, int]) -> None:
         name, offset, length = file_range
         path = f"{folder}/{name}" if folder else name
         try:
@@ -392,7 +392,7 @@ def fetch_plain_directory(
             for file in tree.files
             for offset in range(0, file.size_bytes, _READ_BYTES)
         )
-        for _ in store.map(copy_range, file_ranges):
+        for _ in store.map(fetch_range, file_ranges):
             pass
         if list_plain_tree(store, folder, excluded_folder=excluded_folder) != tree:
             raise StoreUnavailable(f"{folder or 'the directory'}: changed while it was read; read it again")
