@@ -22,7 +22,7 @@ from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
 from prefect_tune.attempt.processes.process_channel import LAUNCHER, RankGroup, RankLostError, TrialChannel, _JoinedRank
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_channel import InProcessChannel
-from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
+from prefect_tune.attempt.supervisor import MetricsCollector, PartCollector
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
 from prefect_tune.blocks import LocalTarget
@@ -327,7 +327,7 @@ def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is
 def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_that_it_has_saved(
     patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
     saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
     first = FakeChannel([LOADED, make_step(1, saves=True), *[0.01] * 9, saved])
@@ -455,8 +455,8 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
 def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
     patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch, ranks: Sequence[FakeChannel], ends: Sequence[RankEnd]
 ) -> None:
-    monkeypatch.setattr(attempt_supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(0)))
-    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", lambda size: GroupMetrics(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, timedelta(0)))
+    monkeypatch.setattr(attempt_supervisor, "MetricsCollector", lambda size: MetricsCollector(size, timedelta(0)))
     if all(rank.process_end or (rank.messages and isinstance(rank.messages[-1], TrialEnded)) for rank in ranks):
         # wait for all ranks, even on a slow machine
         monkeypatch.setattr(attempt_supervisor, "_ROOT_CAUSE_TIMEOUT", timedelta(minutes=1))
@@ -469,7 +469,7 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 class OutOfMemoryMeter(UsageMeter):
     """Reports that the kernel killed a process for memory."""
 
-    def _was_oom_killed(self) -> bool:
+    def _has_new_oom_kill(self) -> bool:
         return True
 
 
@@ -498,7 +498,7 @@ def test_of_another_node_no_process_is_measured_and_no_kill_explained_with_the_m
 def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     patient_spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class CountingMetrics(GroupMetrics):
+    class CountingMetrics(MetricsCollector):
         """Counts checks instead of seconds, so that a slow machine has as many."""
 
         def restart_timeout(self) -> None:
@@ -509,7 +509,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
             self.check_count += 1
             return make_reason("metrics-late") if self.check_count > 30 else None
 
-    monkeypatch.setattr(attempt_supervisor, "GroupMetrics", CountingMetrics)
+    monkeypatch.setattr(attempt_supervisor, "MetricsCollector", CountingMetrics)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
     command = RankCommand(step=1, save=False, stop=False, outcome=None)
     first = FakeChannel([LOADED, reported, *[0.001] * 180, command, TrialEnded(outcome=DONE)])

@@ -72,7 +72,7 @@ class AttemptResult:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a trial, which a search has requested."""
+    """An attempt that a search has requested for a trial."""
 
     spec: TrialSpec
     request: AttemptRequest
@@ -82,7 +82,7 @@ class Attempt:
     meter: UsageMeter = field(default_factory=UsageMeter)
 
     @property
-    def _name(self) -> str:
+    def _trial_name(self) -> str:
         return self.spec.trial.trial
 
     def run(self) -> AttemptResult:
@@ -92,7 +92,7 @@ class Attempt:
         new attempt, unless the trial has ended.
 
         Raises:
-            Superseded: another process owns the experiment or trains the trial, and this attempt's process was killed;
+            Superseded: another process owns the experiment or trains the trial, so this attempt has killed its process;
                 or the experiment that requested the attempt was deleted.
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
@@ -100,20 +100,20 @@ class Attempt:
         journal = self.channel.make_journal(self.spec, self.request)
         if journal.trial.phase is Phase.RUNNING:
             reason = make_reason("supervisor-failed")
-            journal.write([AttemptEnded(trial=self._name, cause=Cause.MACHINE, reason=reason)])
+            journal.write([AttemptEnded(trial=self._trial_name, cause=Cause.MACHINE, reason=reason)])
         return self._get_journaled_result(journal.trial) or self.run_with_journal(journal)
 
     def run_with_journal(self, journal: TrialJournal) -> AttemptResult:
         """Train a trial that waits for an attempt, and journal how the attempt ended. Raises the errors of `run`."""
-        spec, channel, log = self.spec, self.channel, self.log
+        spec, channel, log, name = self.spec, self.channel, self.log, self._trial_name
         if channel.stop.is_set():
-            stopped = AttemptEnded(trial=self._name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
+            stopped = AttemptEnded(trial=name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
             return AttemptResult(stopped, journal.trial)
         with ScratchDirectory("staging", "artifacts") as scratch:
             artifacts = TrialArtifacts(spec, scratch / "artifacts", log)
             with self.meter.measuring_restore():
                 restored = self._restore_newest_checkpoint(journal, scratch / "restored")
-            self._log_lost_steps(journal.trial)
+            self._warn_if_all_steps_lost(journal.trial)
             start = self._journal_start(journal, scratch, restored)
             artifacts.prepare(start.attempt)
             self.meter.environment = self.request.environment
@@ -133,12 +133,12 @@ class Attempt:
                         else:
                             group.end_all_ranks()
                             commit_worker.queue_end(outcome)
-                        # Before the channel closes: a running save still sends its acknowledgment.
+                        # Do this before the channel closes: a running save still sends its acknowledgment.
                         commit_worker.close()
                 except NodesMissingError as error:
                     cause = Cause.PREEMPTED if error.is_stop_requested else Cause.MACHINE
                     reason = make_reason("nodes-missing", error=str(error))
-                    outcome = AttemptEnded(trial=self._name, cause=cause, reason=reason)
+                    outcome = AttemptEnded(trial=name, cause=cause, reason=reason)
                     commit_worker.queue_end(outcome)
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
@@ -174,14 +174,14 @@ class Attempt:
         """Return the end of the trial if it is journaled; None otherwise."""
         if trial.phase is Phase.FINISHED:
             kind = trial.finish_kind or FinishKind.CRITERION
-            return AttemptResult(TrialFinished(trial=self._name, reason=trial.end_reason, kind=kind), trial)
+            return AttemptResult(TrialFinished(trial=self._trial_name, reason=trial.end_reason, kind=kind), trial)
         if trial.phase is Phase.PAUSED:
-            return AttemptResult(TrialPaused(trial=self._name, reason=trial.end_reason), trial)
+            return AttemptResult(TrialPaused(trial=self._trial_name, reason=trial.end_reason), trial)
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
         """Restore the newest valid checkpoint. Quarantine newer invalid checkpoints in the journal, and log them."""
-        spec, name = self.spec, self._name
+        spec, name = self.spec, self._trial_name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
             key = spec.trial.checkpoint_key(newest)
@@ -231,7 +231,7 @@ class Attempt:
             required_metrics=spec.required_metrics,
         )
 
-    def _log_lost_steps(self, trial: Trial) -> None:
+    def _warn_if_all_steps_lost(self, trial: Trial) -> None:
         """Warn if all trained steps are lost because the trial has no checkpoint."""
         if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
             self.log.warning(
@@ -282,7 +282,7 @@ class ReportReader:
 
 
 def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial meets the current stop criterion, or ended for any other reason."""
+    """Return whether a finished trial stays finished: it meets the stop criterion, or ended for another reason."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
@@ -292,7 +292,7 @@ def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -
 # The state of an attempt's task run, and the log of its failure.
 
 NODE_0_SILENT = "FirstNodeSilent"
-"""The name of the final state of the flow run of a node that lost contact with node 0."""
+"""The name of the final state of a node's flow run if the node lost contact with node 0."""
 
 
 def make_task_state(outcome: Outcome) -> State[Any]:
@@ -319,7 +319,7 @@ def make_task_state(outcome: Outcome) -> State[Any]:
 
 
 def make_node_state(reason: Reason) -> State[Any]:
-    """Return the final state of the flow run of a node other than node 0, whose part ended for this reason."""
+    """Return the final state of a flow run of a node other than node 0; `reason`: why the node's part ended."""
     return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
@@ -339,5 +339,5 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_ter
 
 @lru_cache(maxsize=8)
 def _get_logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
-    """Return the errors that this process has logged with a traceback in one term, with the first trial of each."""
+    """Return the errors that this process has logged in one term, each with its first trial; callers add errors."""
     return {}

@@ -5,7 +5,7 @@ if a report needs a decision. The training loop never waits for a journal entry,
 (`runtime/session.py`).
 
 If the last step has a checkpoint, the trial finishes with the entry after its commit. Only then is it certain that no
-checkpoint was quarantined during the save: the last checkpoint may share the damage. Never: two files of one checkpoint
+checkpoint was quarantined during the save for damage that the new checkpoint shares. Never: two files of one checkpoint
 with the same name and different bytes; an end that is journaled before an earlier save.
 """
 
@@ -76,7 +76,7 @@ from prefect_tune.stores.local.staging import raising_read_errors
 from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
-# The journal entry of a saved checkpoint: the commit, the checkpoints it retires, and those that share its damage.
+# The journal entry of a saved checkpoint: the commit, the retired checkpoints, and the quarantined checkpoints.
 
 _MAX_METRICS = 3
 
@@ -103,9 +103,9 @@ def make_commit_events(
 ) -> tuple[CheckpointCommitted, Sequence[CheckpointQuarantined], Sequence[CheckpointKey]]:
     """Return the events that commit `save`, and the retired checkpoints to delete after the events are journaled.
 
-    The save may have found damaged blobs. Then the events also quarantine the earlier checkpoints that use these blobs.
-    To find such checkpoints, the function reads the manifests of the trial's other checkpoints. If a read fails, it
-    only logs a warning: the new checkpoint is complete. The retention `policy` determines what is retired.
+    If the save has found damaged blobs, the events also quarantine the earlier checkpoints that use these blobs. To
+    find such checkpoints, the function reads the manifests of the trial's other checkpoints. If a read fails, it only
+    logs a warning: the new checkpoint is complete. The retention `policy` determines what is retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
     retired = checkpoints_to_retire(trial, new, policy)
@@ -148,7 +148,7 @@ def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
 
 
 def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
-    """Return the checkpoints that earlier attempts retired but did not delete; none, with a warning, on an error."""
+    """Return the retired checkpoints that earlier attempts did not delete; on an error, warn and return none."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
             return find_leftover_manifests(store, key, trial)
@@ -188,7 +188,7 @@ class GroupSave:
 
 @dataclass(frozen=True, slots=True)
 class FailedSave:
-    """A checkpoint that is not committed because ranks did not add their parts in time."""
+    """A checkpoint that was not committed because ranks did not add their parts in time."""
 
     done: StepDone
     """The report of rank 0."""
@@ -211,7 +211,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
     """Move the files of all `parts` into the directory of rank 0; ranks may share one directory.
 
     Raises:
-        InvalidInput: two ranks have different files of one name, or a file and a folder; or a file is unreadable.
+        InvalidInput: two ranks have different files, or a file and a folder, of one name; or a file is unreadable.
         StagedFilesChanged: a part no longer exists.
     """
 
@@ -233,7 +233,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
                             "it on one rank only, or put pt.get_trial().rank into the name"
                         )
                     owners.setdefault(path, rank)
-                folders[:] = [name for name in folders if Path(parent, name).exists()]  # a link to a folder was moved
+                folders[:] = [name for name in folders if Path(parent, name).exists()]  # omit moved links to folders
             remove_directory(part)
 
 
@@ -273,7 +273,7 @@ class AttemptTasks(Protocol):
         reverification: Reverification,
         parts: ExpectedParts | None = None,
     ) -> SaveResult:
-        """Publish `directory` as the checkpoint `key`; the save may reuse blobs of `before`, the trial's state.
+        """Publish `directory` as the checkpoint `key`; reuse blobs of `before`, the trial's state before the save.
 
         Raises:
             PartMissing: a node that `parts` names did not add its part.
@@ -290,7 +290,7 @@ class CommitWorker:
     """Saves the checkpoints and journals the reports of one attempt.
 
     The attempt's thread queues reports and saves; a worker thread processes them in order. The worker thread runs in
-    the context of the task that created the worker, so that Prefect shows its task runs under that task. The end of a
+    the context of the task that created the worker, so that Prefect shows the saves under that task. The end of a
     `with` block waits for the queued work, even without `close`: the directories to save must exist until then.
     """
 
@@ -311,7 +311,7 @@ class CommitWorker:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._last_write_at = time.monotonic()
         self.outcome: Outcome | None = None
-        """How the attempt ended; with its resource usage after the end is journaled."""
+        """How the attempt ended; includes the resource usage once the end is journaled."""
         self._commit_count = 0
         self._last_log_at: float | None = None
         self._suppressed_log_count = 0
@@ -336,10 +336,10 @@ class CommitWorker:
         self._journal.add_report(StepReported(trial=trial, report=report, awaits_decision=awaits_decision))
 
     def queue_save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
+        self, save: GroupSave, on_committed: Callable[[int], None], on_failed: Callable[[FailedSave], None]
     ) -> None:
-        """Queue the commit of a checkpoint. The worker thread calls `committed`, or `failed` if a part is missing."""
-        self._work.put(lambda: self._process_save(save, committed, failed))
+        """Queue the commit of a checkpoint. The worker calls `on_committed`, or `on_failed` if a part is missing."""
+        self._work.put(lambda: self._process_save(save, on_committed, on_failed))
 
     def queue_flush(self) -> None:
         """Queue a journal entry with the reports so far: the search reads them from the journal, and decides."""
@@ -359,7 +359,7 @@ class CommitWorker:
         Invalid checkpoint content raises no error here: it is a failure of the trial, and journaled as the trial's end.
 
         Raises:
-            TuneError: the target failed, or another process owns the journal; the attempt's end may be journaled.
+            TuneError: the target failed, or another process owns the journal; the end may be journaled anyway.
         """
         self._work.put(self._artifacts.sync_and_wait)
         self._work.put(None)
@@ -372,7 +372,7 @@ class CommitWorker:
             raise error
 
     def _retry_end(self) -> None:
-        """Try once more to write the pending entry and the attempt's end after the worker thread failed."""
+        """After an error of the worker thread, try once more to write the pending entry and the attempt's end."""
         try:
             with suppress(SaveOvertaken):
                 self._journal.flush()
@@ -414,18 +414,18 @@ class CommitWorker:
         self._artifacts.on_report()
 
     def _process_save(
-        self, save: GroupSave, committed: Callable[[int], None], failed: Callable[[FailedSave], None]
+        self, save: GroupSave, on_committed: Callable[[int], None], on_failed: Callable[[FailedSave], None]
     ) -> None:
         done, directory = save.done, Path(save.done.checkpoint or "")
         merge_rank_directories(directory, save.parts)
         try:
             saved, to_delete = self._commit_checkpoint(save, directory)
         except PartMissing as missing:
-            failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
+            on_failed(FailedSave(done, make_reason("part-missing", error=str(missing))))
             remove_directory(directory if done.is_owned_by_supervisor else None)
             return
-        committed(done.report.step)
-        # Log the first commit, then at most one commit in 10 s: a trainable may save at each of many short steps.
+        on_committed(done.report.step)
+        # Log the first commit, then at most one commit in 10 s: a trainable with short steps may save at every step.
         now = time.monotonic()
         if self._last_log_at is not None and now - self._last_log_at < _LOG_INTERVAL.total_seconds():
             self._suppressed_log_count += 1
@@ -488,7 +488,7 @@ class CommitWorker:
         self._last_write_at = time.monotonic()
 
     def _delete_retired(self, retired: Sequence[CheckpointKey]) -> None:
-        """Delete retired checkpoints, unless the owner does. Raises Superseded if the experiment is or was deleted."""
+        """Delete retired checkpoints, unless the owner deletes them. Raises Superseded like `delete_or_warn`."""
         if retired and self._journal.deletes_retired:
             delete_or_warn(lambda: self._tasks.delete_checkpoints(self._journal.trial, retired), self.log)
 
@@ -513,7 +513,7 @@ class TrialArtifacts:
         # The default syncer knows the target; a user's syncer needs a complete URI.
         self._target_uri = None if spec.sync.syncer == "auto" else target.uri
         self._folder = spec.trial.artifacts_folder
-        self._remote_folder = self._remote_path(self._folder)
+        self._remote_folder = self._make_remote_path(self._folder)
         self._excludes = list(spec.sync.excludes)
         self._had_files = False
         if isinstance(self._syncer, TargetSyncer):
@@ -529,7 +529,7 @@ class TrialArtifacts:
                 # An experiment of the same name on another target may have left files there.
                 self._call_syncer(lambda syncer: syncer.delete(self._remote_folder))
         elif not self._call_syncer(self._download):
-            self._remote_folder = self._remote_path(f"{self._folder}-{attempt}")
+            self._remote_folder = self._make_remote_path(f"{self._folder}-{attempt}")
             self._log.warning("the artifacts of this attempt are uploaded to %s instead", self._remote_folder)
 
     def on_commit(self) -> None:
@@ -550,7 +550,7 @@ class TrialArtifacts:
         """Wait for running syncs. Call this before the directory is removed, so that no sync uploads half of it."""
         self._call_syncer(lambda syncer: syncer.close())
 
-    def _remote_path(self, folder: str) -> str:
+    def _make_remote_path(self, folder: str) -> str:
         return folder if self._target_uri is None else join_uri(self._target_uri, folder)
 
     def _download(self, syncer: Syncer) -> None:
@@ -559,7 +559,7 @@ class TrialArtifacts:
             syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
     def _start_upload(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
-        """Start a sync; the default syncer only once a file exists, since most trials have no artifacts."""
+        """Start a sync. Do not start the default syncer before a file exists: most trials have no artifacts."""
         if isinstance(syncer, TargetSyncer) and not self._had_files:
             self._had_files = any(Path(self._directory).iterdir())
             if not self._had_files:
@@ -579,7 +579,7 @@ class TrialArtifacts:
 
 
 def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return the artifact syncer of one attempt, which must close the syncer; None if `config.syncer` is None.
+    """Return the artifact syncer of one attempt; the attempt must close it. None if `config.syncer` is None.
 
     Each attempt gets its own copy of a user's syncer, since several attempts may run at once. The config's periods are
     passed only to a class that inherits the constructor of `Syncer`.

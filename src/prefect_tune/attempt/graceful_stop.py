@@ -1,7 +1,7 @@
 """Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit.
 
 Trials then have `grace_period_seconds` to save (defaults: `parameters/search_plan.py`, the flows, `tasks/trials.py` and
-`trial_spec.py`). After that time, `attempt/supervisor.py` kills them. `tuner/stop_requests.py` has the stop requests of
+`trial_spec.py`). After that time, `attempt/supervisor.py` kills them. `tuner/stop_requests.py` handles stop requests of
 other processes.
 """
 
@@ -50,13 +50,13 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
     the caller is another thread, the exception is raised there, and the main thread gets the signal later
     (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
-    `work` still runs. The retries of `work` end: the process waits for its threads at exit. A second Ctrl-C kills the
+    `work` still runs, and `work` retries no more: the process waits for its threads at exit. A second Ctrl-C kills the
     trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for example because its
     target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
     Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned. The
-    caller reads the reason from `is_flow_run_suspended()`. `work` continues if the reader of this process's log exits.
+    caller reads the reason from `is_flow_run_suspended()`. If the reader of this process's log exits, `work` continues.
     """
     ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
                 stop.set()
                 _wait_for_work(done, grace)
             except KeyboardInterrupt:
-                abandoned.set()  # the supervisor of each trial kills it
+                abandoned.set()  # each supervisor kills its trial
                 _abandon_work(done)
                 raise
             finally:
@@ -107,7 +107,7 @@ def send_log() -> None:
 def _wait_until_done(done: Future[_T], seconds: float = math.inf) -> bool:
     """Wait up to `seconds` for `done`; return whether it is done. Raise signals that are held for this thread.
 
-    Wait in slices of 0.1 s: Python handles a signal that arrives just before a wait only after that wait.
+    Wait in slices of 0.1 s: if a signal arrives just before a wait, Python handles the signal only after that wait.
     """
     until = time.monotonic() + seconds
     while not done.done() and (remaining := until - time.monotonic()) > 0:
@@ -134,7 +134,7 @@ def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
 
 
 def _abandon_work(done: Future[_T]) -> None:
-    """Remove the live table, and wait 1 s for the ends of the killed trials to be journaled."""
+    """Remove the live table, and wait up to 1 s until the ends of the killed trials are journaled."""
     # This hook runs before Python waits for the threads of executors. Prefect uses the same private function.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook runs as early
     at_exit(partial(_exit_unless_done, done, frozenset(threading.enumerate())))
@@ -146,7 +146,7 @@ def _abandon_work(done: Future[_T]) -> None:
 def _exit_unless_done(done: Future[_T], known_threads: frozenset[threading.Thread]) -> None:
     """End the process with SIGINT, at the interpreter's exit, if `done` is not done within 1 s.
 
-    First join the threads that are not in `known_threads`: the script has caught the interrupt and started them later.
+    First join the threads that are not in `known_threads`: a script that caught the interrupt has started them.
     """
     logging.raiseExceptions = False  # otherwise each late log call prints that Prefect can no longer send the line
     if not _wait_until_done(done, _ABANDON_TIMEOUT_SECONDS):

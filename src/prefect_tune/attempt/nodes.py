@@ -1,4 +1,4 @@
-"""An attempt on several nodes, each a flow run or task. They share the target and a TCP connection to node 0.
+"""An attempt on several nodes, each a flow run or task. All use one target, and connect to node 0 over TCP.
 
     node 0                                              another node
     supervisor ◄─ channel of rank 2 ◄─┐                 ┌─► process of rank 2
@@ -11,8 +11,8 @@ Node 0 waits for the other nodes and uses their ranks like local ranks, through 
 outbox, decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
 `NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
-Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; a wait for a node without
-a deadline; a part that node 0 has not requested.
+Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; an unlimited wait for a
+node; a part that node 0 has not requested.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _CLOSE_TIMEOUT = timedelta(seconds=20)
 _ARRIVAL_TIMEOUT = timedelta(minutes=10)
 """How long the flow runs or tasks of the other nodes may take to start: images are pulled, machines boot."""
 _MIN_NODES_DELAY = timedelta(minutes=2)
-"""The time after which an attempt starts with `min_nodes`."""
+"""The time after which `min_nodes` nodes are enough to start an attempt."""
 _NODE_0_TIMEOUT = timedelta(minutes=15)
 """How long another node waits for node 0 to start."""
 _REQUEST_TIMEOUT = timedelta(seconds=10)
@@ -110,7 +110,7 @@ def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
 
 
 def _make_connection(sock: socket.socket) -> Connection:
-    """Turn a socket into a connection. Reads time out after 10 s: the other side may hang, or may be no node."""
+    """Turn a socket into a connection. Reads time out after 10 s: the other side may hang, or may not be a node."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
     return Connection(sock.detach())
 
@@ -205,7 +205,7 @@ class OtherNodes:
         self._hosts: dict[int, str] = {}
         self._connections: dict[int, NodeConnection] = {}
         self._lost_reasons: dict[int, Reason] = {}
-        self._ranks: dict[int, _RemoteRank] = {}
+        self._ranks: dict[int, _RemoteRankChannel] = {}
         self.request_stop: Callable[[], None] = lambda: None
         """Called when the infrastructure stops a node."""
         self.placement = Placement(processes=process_count_on(spec.processes_per_trial, 1))
@@ -259,7 +259,7 @@ class OtherNodes:
         # Make the channels before the nodes start: messages of a rank without a channel are dropped.
         for index, node in enumerate(present, 1):
             for rank in range(index * self.placement.processes, (index + 1) * self.placement.processes):
-                self._ranks[rank] = _RemoteRank(self._connections[node], node, rank)
+                self._ranks[rank] = _RemoteRankChannel(self._connections[node], node, rank)
                 if (reason := self._lost_reasons.get(node)) is not None:
                     self._ranks[rank].on_node_lost(reason)
         start = self._start.model_copy(update={"trainable": "", "stopper": "", "import_path": ()})
@@ -275,27 +275,27 @@ class OtherNodes:
     def requesting_parts(self, key: CheckpointKey, before: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
         """Request the parts of the checkpoint `key` from `nodes`; delete the parts when the block ends.
 
-        `before` is the trial's state. End the block when the checkpoint is committed, or when its save has failed.
+        `before` is the trial before the save. End the block when the checkpoint is committed, or its save has failed.
         """
         parent, collected = parent_of_next_save(self._spec.trial, before), min_reusable_sequence(before)
         self._broadcast(SendPart(key=key, parent=parent, collected_up_to=collected))
 
-        def start_deadline() -> Callable[[], bool]:
+        def start_wait() -> Callable[[], bool]:
             deadline, pauses = Deadline.after(PARTS_TIMEOUT), iter(_PART_PAUSES_SECONDS)
 
-            def wait_for_parts() -> bool:
+            def pause_before_poll() -> bool:
                 """Pause before the next poll; return whether time is left."""
                 time.sleep(next(pauses, _PART_PAUSES_SECONDS[-1]))
                 return deadline.remaining_seconds > 0
 
-            return wait_for_parts
+            return pause_before_poll
 
-        yield ExpectedParts(self._key, self._term, tuple(nodes), start_deadline, lambda: dict(self._lost_reasons))
+        yield ExpectedParts(self._key, self._term, tuple(nodes), start_wait, lambda: dict(self._lost_reasons))
         paths = [self._key.part_path(key, node) for node in nodes]
         threading.Thread(target=copy_context().run, args=(self._delete_objects, lambda _: paths), daemon=True).start()
 
     def _delete_objects(self, list_paths: Callable[[ObjectStore], Sequence[str]]) -> None:
-        """Try once to delete these objects: the end of this attempt, or the next attempt, tries again."""
+        """Try once to delete these objects. On an error, the end of this attempt or the next attempt tries again."""
         with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
             store.delete(list_paths(store))
 
@@ -330,7 +330,7 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # It is a second process of a node, or arrived too late: ignore its messages and its end.
+        # A second process of one node, or a late node: ignore its messages and its end.
         rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
         rejected.send(GroupEnded())
         rejected.close()
@@ -373,7 +373,7 @@ class OtherNodes:
                 rank.on_node_lost(reason)
 
 
-class _RemoteRank(TrialChannel):
+class _RemoteRankChannel(TrialChannel):
     """The channel to a rank on another node; its messages arrive on the connection of that node."""
 
     def __init__(self, connection: NodeConnection, node: int, rank: int) -> None:
@@ -517,7 +517,7 @@ class _WorkerNode:
                     case GroupEnded():
                         self._end_reason = make_reason("node-not-needed")
                     case _:
-                        self._forward_stop()
+                        self._forward_stop_request()
         finally:
             self._node_0.close()
         return self._end_reason
@@ -532,7 +532,7 @@ class _WorkerNode:
         self._end_reason = message
         return None
 
-    def _forward_stop(self) -> None:
+    def _forward_stop_request(self) -> None:
         if self._channel.stop.is_set() and not self._is_stop_forwarded:
             self._is_stop_forwarded = True
             self._node_0.send(NodeStopping())
@@ -546,7 +546,7 @@ class _WorkerNode:
                 restored = None
                 if begin.restored is not None:
                     restored = str(self._tasks.restore_checkpoint(begin.restored, scratch / "restored"))
-                local = {  # the parameters of this node determine the code, never the target
+                local = {  # the code comes from the parameters of this node, never from the target
                     "trainable": self._spec.trainable,
                     "stopper": self._spec.stopper,
                     "import_path": absolute_sys_path(),
@@ -577,7 +577,7 @@ class _WorkerNode:
                 invalid_use = ProcessEnd(reason=make_reason("invalid-use", text=str(error)))
                 end = group.end_rank(error.rank) if error.is_gone else invalid_use
                 self._node_0.send(RankExited(rank=self._first_rank + error.rank, end=end))
-            self._forward_stop()
+            self._forward_stop_request()
             while self._end_reason is None and (message := self._take_message(timedelta(0))) is not None:
                 match message:
                     case ToRank(rank=rank, message=to_trial) if 0 <= rank - self._first_rank < group.world_size:
@@ -621,7 +621,7 @@ class _WorkerNode:
                 try:
                     with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
                 except TuneError as second_error:  # node 0 waits until its deadline
-                    self._log.warning("node 0 could not be informed of this (step %d): %s", step, second_error)
+                    self._log.warning("node 0 could not be told that step %d lacks the part: %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))
 

@@ -1,4 +1,4 @@
-"""The connection of an attempt to its search: it sends journal events and requests, and receives decisions.
+"""The connection of an attempt to its search: the attempt sends events and requests, and receives decisions.
 
     search, same process    SubmittingJournal ──► the driver's next entry; `write` waits until it is written
     search, other process   Outbox            ──► numbered posts on the target, which the owner journals later
@@ -45,7 +45,7 @@ class TrialJournal(ABC):
     """Journals the events of one attempt in order. One other thread may call `add_report` concurrently."""
 
     deletes_retired = True
-    """Whether the attempt deletes its retired checkpoints; otherwise the owner does, after it has journaled them."""
+    """Whether the attempt deletes its retired checkpoints. If not, the owner does, once it has journaled the events."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -53,7 +53,7 @@ class TrialJournal(ABC):
 
     @abstractmethod
     def add_report(self, event: StepReported) -> None:
-        """Journal a report with the next events, or soon. Never blocks."""
+        """Journal a report soon, at the latest with the next events. Never blocks."""
 
     @abstractmethod
     def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
@@ -178,13 +178,13 @@ class Outbox(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the last post still exists: a search deletes received posts."""
+        """Whether the post `_MAX_UNREAD_POSTS` posts ago still exists: a search deletes the posts that it has read."""
 
     def flush_interval(self, sync: SyncConfig) -> timedelta:
-        """Return the interval of posts: short, to show the search the newest step; longer if no search reads posts."""
+        """Return the time between posts: short while a search reads them, to show the newest step; otherwise longer."""
         live, sync_period = sync.live_period, sync.sync_period
         if live is None or (self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live):
-            return sync_period  # `sync_period` alone is often enough
+            return sync_period  # no search waits for newer posts
         return min(sync_period, live)
 
     def check_closed(self, store: ObjectStore) -> bool:

@@ -61,17 +61,17 @@ _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 """How long to wait, per node, for the root cause: ranks often report a broken collective before a crash is seen."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""The likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`: a crash makes other ranks raise,
-and their errors may arrive before the crash. But a launcher in the trial kills its other ranks when one fails. So among
-its ranks, the cause is the first failure, or the crash of a rank that the launcher cannot have killed."""
+"""The likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`. A crash makes other ranks raise,
+and their errors may arrive before the crash. But when a rank of a launcher fails, the launcher kills the other ranks.
+So among these ranks, the cause is the first failure, or the crash of a rank that the launcher cannot have killed."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
-"""How long the other ranks may take to add their parts of a checkpoint after rank 0."""
+"""After rank 0 has added its part of a checkpoint, the other ranks have this time to add their parts."""
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""How long the ranks of a launcher may take to join after the first one: their imports and setup differ."""
+"""After the first rank of a launcher has joined, the others have this time to join, since their setup differs."""
 _MAX_FAILED_SAVES = 2
-"""This many consecutive failed saves end the attempt: a rank hangs."""
+"""After this many consecutive failed saves, the attempt ends: a rank probably hangs."""
 _RETURNED = make_reason("returned")
 _REPORTS_TWICE = "both the trial's own process and the ranks that it started reported a step: report in the ranks only"
 
@@ -81,7 +81,7 @@ def supervise(
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    `channel.stop` starts the grace period, which also expires when the work of this context is abandoned.
+    The event `channel.stop` starts the grace period. If the work of this context is abandoned, the grace period ends.
     """
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
@@ -98,7 +98,7 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._reset_collectors()
         self._failures: list[tuple[int, AttemptEnded, int]] = []
-        """(cause order, failure, rank), in order of arrival; the smallest cause order is the root cause."""
+        """(cause order, failure, rank), in order of arrival; the lowest cause order marks the root cause."""
         self._rank_ends: dict[int, AnyReason] = {}
         """How each rank ended, if known."""
         self._end: Outcome | None = None
@@ -111,7 +111,7 @@ class _Supervisor:
         self._submitted_count = self._failed_count = 0  # counted by this thread
         self._committed_count = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
-        """The checkpoints that lack the part of a node; the commit worker's thread adds them."""
+        """The saves that lack the part of a node; the commit worker's thread puts the saves here."""
         self._failed_saves: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded: set[int] = set()
@@ -137,7 +137,7 @@ class _Supervisor:
             except RankLostError as error:
                 outcome = self._on_rank_lost(error) or self._check_outcome()
             except InvalidInput as error:
-                outcome = self._make_failure(Cause.TRAINABLE, make_reason("invalid-use", text=str(error)))
+                outcome = self._make_attempt_ended(Cause.TRAINABLE, make_reason("invalid-use", text=str(error)))
             is_saving = self._has_pending_saves and self._spec.sync.commit == "sync"
             self._meter.sample_if_due("waiting" if self._awaits_decision else "saving" if is_saving else "training")
             if outcome is not None:
@@ -148,7 +148,7 @@ class _Supervisor:
     def _on_message(self, rank: int, message: FromTrial) -> None:
         match message:
             case RankJoined():
-                self._on_join(rank)
+                self._on_rank_joined(rank)
             case TrainableLoaded():
                 self._on_loaded(rank, message)
             case MilestoneReached(report=report):
@@ -170,7 +170,7 @@ class _Supervisor:
             case _:
                 assert_never(message)
 
-    def _on_join(self, rank: int) -> None:
+    def _on_rank_joined(self, rank: int) -> None:
         if self._steps and self._join_deadline is None:
             raise InvalidInput(_REPORTS_TWICE)
         self._join_deadline = self._join_deadline or Deadline.after(_JOIN_TIMEOUT)
@@ -191,15 +191,15 @@ class _Supervisor:
 
     def _on_rank_command(self, command: RankCommand) -> None:
         if command.save:
-            self._saves.expect_save(command.step)
+            self._saves.reopen_step(command.step)
         self._metrics.record_commanded_step(command.step)
         self._group.send_to_others(command)
         if not command.save:
-            self._saves.finish_step(command.step)
+            self._saves.close_steps(command.step)
 
     def _reset_collectors(self) -> None:
         """Start to collect parts and metrics for the current number of ranks."""
-        self._saves, self._metrics = GroupSaves(self._group.world_size), GroupMetrics(self._group.world_size)
+        self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
         """Queue a report and its checkpoint. If the search must decide, also queue a flush of the journal."""
@@ -246,7 +246,7 @@ class _Supervisor:
         self._last_message_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
-        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: the trial's end reads these fields
+        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: the trial may end after this
 
     @property
     def _has_pending_saves(self) -> bool:
@@ -257,7 +257,7 @@ class _Supervisor:
     def _on_rank_end(self, rank: int, message: TrialEnded) -> None:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
-        # The trial's process must not decide these fields: the trial, its usage, whether it failed before a step.
+        # The trial's process must not decide these fields: trial, usage, and whether it failed before its first step.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "usage": None})
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"before_first_step": False})
@@ -275,9 +275,9 @@ class _Supervisor:
         decides = rank == LAUNCHER or (rank == 0 and not (message.has_returned and LAUNCHER in self._group.open_ranks))
         if decides and self._end is None and not self._failures:
             if self._failed_saves and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
-                outcome = self._make_failure(Cause.MACHINE, self._failed_saves[-1])
+                outcome = self._make_attempt_ended(Cause.MACHINE, self._failed_saves[-1])
             elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
-                outcome = self._make_failure(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
+                outcome = self._make_attempt_ended(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
             self._end = outcome
             self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
@@ -288,12 +288,12 @@ class _Supervisor:
         if cause is Cause.OUT_OF_MEMORY and self._group.is_local(rank):
             memory = self._meter.out_of_memory_reason()
         if isinstance(reason, Reason):
-            # Omit the other lines and the location, which differ by rank: equal ends are listed together.
+            # Keep only what is equal on all ranks, without location and traceback: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
             arguments = {**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
             reason = make_reason(reason.code, **arguments)
-        failure = self._make_failure(cause, reason)
+        failure = self._make_attempt_ended(cause, reason)
         if rank > 0 and isinstance(self._end, TrialFinished) and not after_end:
             self._end = failure  # this rank failed in its last step, which rank 0 has completed
         else:
@@ -305,7 +305,7 @@ class _Supervisor:
         if not error.is_gone:
             self._rank_ends[rank] = first_line(error)
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
-            return self._make_failure(Cause.TRAINABLE, reason)
+            return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if rank > 0 and self._group.has_launcher_rank_0 and isinstance(self._end, TrialFinished):
             self._rank_ends[rank] = _RETURNED  # rank 0 launched it, and has ended
             return None
@@ -319,7 +319,7 @@ class _Supervisor:
         else:
             is_own_end = end.exit_code is not None or end.signal in CRASH_SIGNALS
             cause, memory = Cause.TRAINABLE if is_own_end else Cause.MACHINE, None
-        failure = self._make_failure(cause, process_end_reason(end, self._rank_for_reason(rank), memory))
+        failure = self._make_attempt_ended(cause, process_end_reason(end, self._rank_for_reason(rank), memory))
         may_be_killed = self._group.has_launcher and rank not in self._group.self_exited_ranks
         self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
@@ -332,8 +332,8 @@ class _Supervisor:
         self._end_deadline = self._end_deadline or Deadline.after(_ROOT_CAUSE_TIMEOUT * self._group.node_count)
         self._failures.append((cause_order, failure, rank))
 
-    def _make_failure(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        is_loaded = self._last_message_at is not None  # a checkpoint cannot cause a failure before loading
+    def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
+        is_loaded = self._last_message_at is not None  # before loading, no checkpoint can be the cause
         at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
@@ -342,7 +342,7 @@ class _Supervisor:
         return rank if self._group.world_size > 1 and rank != LAUNCHER else None
 
     def make_rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
-        """Return how ranks ended, the cause of a failure first; without the returned ranks if the trial succeeded."""
+        """Return how the ranks ended, the cause of a failure first. If the trial succeeded, omit the returned ranks."""
         has_failed, known_ends = isinstance(outcome, AttemptEnded), self._rank_ends.items()
         ends = {rank: how for rank, how in known_ends if rank != LAUNCHER and (has_failed or how != _RETURNED)}
         if self._group.world_size == 1 or not ends:
@@ -355,23 +355,23 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------ what ends the attempt
 
     def _check_outcome(self) -> Outcome | None:
-        """Return the outcome if the attempt is over, failed, hangs, or its grace period expired; None otherwise."""
+        """Return the outcome if the attempt has ended, failed or hung, or its grace period has expired; else None."""
         is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
         if is_users_fault and not self._failures:  # a failing process may delete the files being saved
-            return self._make_failure(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
+            return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_users_fault:
             text = f"{type(error).__name__}: {error}"
-            return self._make_failure(Cause.MACHINE, make_reason("write-failed", error=text))
+            return self._make_attempt_ended(Cause.MACHINE, make_reason("write-failed", error=text))
         if isinstance(self._end, TrialFinished) and (reason := self._metrics.surplus_report_reason()) is not None:
-            return self._make_failure(Cause.TRAINABLE, reason)
+            return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if self._end_deadline is not None:
             return self._check_last_ranks(self._end_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _RANK_EXIT_TIMEOUT.total_seconds()
-            return self._make_failure(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
+            return self._make_attempt_ended(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
         if (failure := self._check_saves() or self._check_joins() or self._check_metrics()) is not None:
             return failure
-        if self._failures:  # one was added just now
+        if self._failures:  # a failure was added just now: wait for the root cause
             return None
         if self._channel.stop.is_set():
             return self._enforce_stop()
@@ -380,7 +380,7 @@ class _Supervisor:
         elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_message_at), self._spec.silence_timeout
         if timeout is None or elapsed <= timeout:
             return None
-        return self._make_failure(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
+        return self._make_attempt_ended(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
     def _check_last_ranks(self, deadline: Deadline) -> Outcome | None:
         """Return the outcome if all ranks have ended or the deadline has passed; None otherwise."""
@@ -395,8 +395,8 @@ class _Supervisor:
 
     def _check_saves(self) -> Outcome | None:
         """Fail an overdue checkpoint; return the outcome if the trial cannot continue without it."""
-        if (reason := self._saves.missing_part_reason(self._ended_ranks)) is not None:
-            self._add_failure(self._make_failure(Cause.TRAINABLE, reason), _ENDED_EARLY)
+        if (reason := self._saves.ended_rank_reason(self._ended_ranks)) is not None:
+            self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
         if (failed := self._saves.fail_overdue_save()) is None:
             if self._incomplete.empty():
@@ -407,7 +407,7 @@ class _Supervisor:
         self._failed_saves.append(reason)
         if failed.done.finish_reason is not None or len(self._failed_saves) >= _MAX_FAILED_SAVES:
             self._rank_ends |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
-            return self._make_failure(Cause.MACHINE, reason)
+            return self._make_attempt_ended(Cause.MACHINE, reason)
         self._log.warning(
             "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
         )
@@ -421,21 +421,21 @@ class _Supervisor:
             return None
         ranks = {"ranks": list(missing), "world_size": self._group.world_size}
         reason = make_reason("ranks-missing", **ranks, seconds=_JOIN_TIMEOUT.total_seconds())
-        return self._make_failure(Cause.TRAINABLE, reason)
+        return self._make_attempt_ended(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
         """Return the failure if metrics that rank 0 waits for are late; add a failure if their ranks have ended."""
         if not self._metrics.missing_ranks or self._failures:
             return None
-        if (reason := self._metrics.missing_metrics_reason(self._ended_ranks)) is not None:
-            self._add_failure(self._make_failure(Cause.TRAINABLE, reason), _ENDED_EARLY)
+        if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
+            self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
         if self._last_message_at is None or self._group.missing_ranks:
             self._metrics.restart_timeout()
         if (reason := self._metrics.overdue_reason()) is None:
             return None
         self._rank_ends |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
-        return self._make_failure(Cause.MACHINE, reason)
+        return self._make_attempt_ended(Cause.MACHINE, reason)
 
     def _enforce_stop(self) -> Outcome | None:
         """Ask the trial once to save and end; return the failure after the grace period or a second interrupt."""
@@ -446,9 +446,9 @@ class _Supervisor:
         if timedelta(seconds=time.monotonic() - self._stop_requested_at) > grace:
             seconds = grace.total_seconds()
             reason = make_reason("upload-unfinished" if self._has_pending_saves else "no-checkpoint", seconds=seconds)
-            return self._make_failure(Cause.PREEMPTED, reason)
+            return self._make_attempt_ended(Cause.PREEMPTED, reason)
         if is_work_abandoned():
-            return self._make_failure(Cause.PREEMPTED, make_reason("interrupted-twice"))
+            return self._make_attempt_ended(Cause.PREEMPTED, make_reason("interrupted-twice"))
         return None
 
 
@@ -462,7 +462,7 @@ class _PendingSave:
     parts: dict[int, CheckpointPart] = field(default_factory=dict)
 
 
-class GroupSaves:
+class PartCollector:
     """Collects the parts of each checkpoint from `world_size` ranks. Rank 0 adds its parts in order of the steps."""
 
     def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
@@ -473,8 +473,8 @@ class GroupSaves:
         self._failed: set[int] = set()
         self._closed_step = -1  # rank 0 adds no more checkpoints up to this step
 
-    def expect_save(self, step: int) -> None:
-        """Expect parts of `step` again, even if `finish_step` has closed it: rank 0 commands all ranks to save it."""
+    def reopen_step(self, step: int) -> None:
+        """Accept parts of `step` again if `close_steps` has closed it: rank 0 commands all ranks to save this step."""
         self._closed_step = min(self._closed_step, step - 1)
 
     def add_rank_0_part(self, done: StepDone) -> GroupSave | None:
@@ -498,7 +498,7 @@ class GroupSaves:
         self._get_pending(part.step).parts[rank] = part
         return self._pop_if_complete(part.step)
 
-    def finish_step(self, step: int) -> None:
+    def close_steps(self, step: int) -> None:
         """Close the steps up to `step`: drop the parts of other ranks that belong to no checkpoint of rank 0.
 
         Raises:
@@ -509,7 +509,7 @@ class GroupSaves:
             for rank, part in self._pending.pop(closed).parts.items():
                 _require_no_files(rank, part)
 
-    def missing_part_reason(self, ended: Collection[int]) -> Reason | None:
+    def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
         """Return the reason if `ended` ranks make a checkpoint impossible; None otherwise."""
         for step, pending in self._pending.items():
             ranks = [rank for rank in self._others if rank not in pending.parts and rank in ended]
@@ -552,7 +552,7 @@ def _require_no_files(rank: int, part: CheckpointPart) -> None:
         )
 
 
-class GroupMetrics:
+class MetricsCollector:
     """Collects the metrics that ranks report for a step; rank 0 waits for their mean."""
 
     def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
@@ -569,11 +569,11 @@ class GroupMetrics:
         self._commanded_step = step
 
     def restart_timeout(self) -> None:
-        """Restart the time limit for the metrics of all ranks, such as while some ranks are not loaded yet."""
+        """Restart the time limit for the metrics of all ranks, for example because a rank is not loaded yet."""
         self._deadline = Deadline.after(self._timeout)
 
     def add_metrics(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
-        """Add the metrics of a rank; return the mean if they are the last of their step."""
+        """Add the metrics of a rank; return the mean if all ranks have now reported the step."""
         by_rank = self._reported.setdefault(report.step, {})
         by_rank[rank], self._newest[rank] = report.metrics, report
         if rank == 0:
@@ -585,7 +585,7 @@ class GroupMetrics:
         del self._reported[report.step]
         return MeanMetrics(step=report.step, metrics=average_metrics([by_rank[rank] for rank in self._ranks]))
 
-    def missing_metrics_reason(self, ended: Collection[int]) -> Reason | None:
+    def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
         """Return the reason if `ended` ranks make the mean of a step impossible; None otherwise."""
         ranks = [rank for rank in self.missing_ranks if rank in ended]
         return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None

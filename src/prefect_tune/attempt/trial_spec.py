@@ -60,7 +60,7 @@ class TrialSpec:
     silence_timeout: timedelta | None = None
     """How long a trial may train without a report before it is considered hung; None: no limit."""
     tags: tuple[str, ...] = ()
-    """Tags of the task run of each attempt; Prefect's tag-based concurrency limits apply to it."""
+    """Tags of each attempt's task run, for example for Prefect's tag-based concurrency limits."""
     concurrency_limits: tuple[str, ...] = ()
     """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
     required_metrics: tuple[str, ...] = ()

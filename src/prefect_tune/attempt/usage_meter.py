@@ -1,7 +1,7 @@
-"""The resources of a machine, and their usage by an attempt: phases by clock, processes by /proc, GPUs by NVML.
+"""The resources of a machine, and their usage by an attempt, from the clock, /proc (processes) and NVML (GPUs).
 
 This module does not use psutil: it is not a dependency of Prefect, and scans all processes of the machine to find
-children. Samples are taken at most once a second, and take at most a thousandth of a processor.
+children. Samples are taken at most once a second, and use at most a thousandth of a processor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEAR_LIMIT = 0.95
 
 
 class UsageMeter:
-    """Measures the time and resource usage of one attempt from now on. Call it from the attempt's thread."""
+    """Measures time and resource usage of an attempt since the meter was made. Use it in the attempt's thread."""
 
     def __init__(self, memory: MemoryLimit | None = None) -> None:
         """Args: memory: the memory limit of the trial; None: the limit of this process, which the trial inherits."""
@@ -52,7 +52,7 @@ class UsageMeter:
         self._ended_at: float | None = None
         self._trial = PhaseSeconds()
         self._phase = "training"
-        self._processes: _ProcessSampler | None = None  # until the trainable is loaded; always for a thread
+        self._processes: _ProcessSampler | None = None  # None until the trainable is loaded; always None for a thread
 
     @contextmanager
     def measuring_restore(self) -> Iterator[None]:
@@ -117,12 +117,12 @@ class UsageMeter:
         return AttemptUsage(seconds=seconds, **figures)
 
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
-        """Return whether the kernel recently killed a process for its memory, or a killed trial was near its limit.
+        """Return whether the kernel recently killed a process to free memory, or a killed trial was near its limit.
 
         Earlier kills do not count: the counter of kills includes other trials of the control group or the machine.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
-        return self._was_oom_killed() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.limit_bytes())
+        return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.limit_bytes())
 
     def out_of_memory_reason(self) -> Reason:
         """Return the reason `out-of-memory` with the peak, the limit, and the largest process of the last sample."""
@@ -130,12 +130,12 @@ class UsageMeter:
         if self._processes is not None:
             process, process_bytes = self._processes.largest
             peak_bytes = round(self._processes.memory.peak or 0)
-        if self._was_oom_killed():  # the samples lack the last second
+        if self._has_new_oom_kill():  # the samples lack the last second
             peak_bytes = max(peak_bytes, self._memory_limit.peak_memory_bytes())
         sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.limit_bytes()}
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
-    def _was_oom_killed(self) -> bool:
+    def _has_new_oom_kill(self) -> bool:
         return self._memory_limit.oom_kill_count() > self._kills_before  # the last count may already include the kill
 
 
@@ -147,7 +147,7 @@ def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
 
 
 class _ProcessSampler:
-    """Samples memory, processor time and GPUs of processes and descendants. Call `summarize` from any thread."""
+    """Samples memory, processor time and GPUs of processes and their descendants. `summarize` is thread-safe."""
 
     def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
         """Take the first sample. Args: environment: all variables of the process."""
@@ -166,7 +166,7 @@ class _ProcessSampler:
         self.take_sample()
 
     def take_sample(self) -> None:
-        """Take a sample, without the processes that have ended."""
+        """Take a sample of the processes that still run, and of their GPUs."""
         stats = {pid: process_usage(pid) for root in self._pids for pid in iter_process_tree(root)}
         running = {pid: stat for pid, stat in stats.items() if stat is not None and stat[1]}
         gpus = _sample_gpus(self._gpu_names)
@@ -218,8 +218,8 @@ def _round_or_none(value: float | None, digits: int | None = None) -> float | No
 
 
 @cache
-def _load_nvml() -> Sequence[Any]:
-    """Start to load `nvidia-ml-py` in a thread, since the load wakes the GPUs up. Return a list for the module."""
+def _start_loading_nvml() -> Sequence[Any]:
+    """Start to load `nvidia-ml-py` in a thread: loading wakes the GPUs. Return a list that will hold the module."""
     loaded: list[Any] = []
 
     def load_library() -> None:
@@ -237,7 +237,7 @@ def _load_nvml() -> Sequence[Any]:
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
     """Return the used memory of the `visible` GPUs (None: all GPUs), and the share of time in which they computed."""
-    if not (loaded := _load_nvml()):
+    if not (loaded := _start_loading_nvml()):
         return None
     (nvml,) = loaded
     used_bytes, utilizations = 0, list[float]()
@@ -256,7 +256,7 @@ def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"
-"""The variable of a slot for the number of processes of its trials, under torchrun's name."""
+"""The variable for the number of processes of the trials in a slot. torchrun uses the same name."""
 _NVIDIA_SMI_TIMEOUT_SECONDS = 30  # nvidia-smi wakes all GPUs up
 
 
@@ -278,7 +278,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
 def count_processes(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
-    For a range: the first known of the slot's `LOCAL_WORLD_SIZE`, GPUs and processors, limited to the range.
+    For a range, use the slot's `LOCAL_WORLD_SIZE`, else its GPUs, else its processors, within the limits of the range.
     """
     if isinstance(wanted, int):
         return wanted

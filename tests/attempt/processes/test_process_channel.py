@@ -162,5 +162,5 @@ def test_one_thread_sends_all_messages_to_a_rank(wire: tuple[Connection, Connect
     for _ in range(20):
         group.send_to_rank(1, ContinueTraining(decision_step=None))
     assert all(far.recv_bytes() for _ in range(20))
-    assert [thread.name for thread in set(threading.enumerate()) - threads] == ["tune-outbox"]
+    assert [thread.name for thread in set(threading.enumerate()) - threads] == ["rank-sender"]
     group.close()

@@ -126,7 +126,7 @@ def test_gpus_are_those_that_the_trial_sees(monkeypatch: pytest.MonkeyPatch) -> 
         nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1000),
         nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=50),
     )
-    monkeypatch.setattr(usage_meter, "_load_nvml", lambda: [library])
+    monkeypatch.setattr(usage_meter, "_start_loading_nvml", lambda: [library])
     meter = UsageMeter()
     meter.environment = {"CUDA_VISIBLE_DEVICES": "1, GPU-4af"}
     with running_python("print(flush=True); input()") as pid:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefect_tune.attempt.commit_worker import merge_rank_directories
-from prefect_tune.attempt.supervisor import GroupMetrics, GroupSaves
+from prefect_tune.attempt.supervisor import MetricsCollector, PartCollector
 from prefect_tune.core.errors import InvalidInput, StagedFilesChanged
 from prefect_tune.core.messages.process_messages import CheckpointPart, MeanMetrics, RankMetrics, StepDone
 from prefect_tune.core.reasons import make_reason
@@ -32,7 +32,7 @@ def make_rank_directories(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_a_checkpoint_is_whole_with_its_last_part_whichever_that_is() -> None:
-    saves = GroupSaves(3)
+    saves = PartCollector(3)
     assert saves.add_part(2, make_part(4, "/nowhere/2")) is None
     assert saves.add_rank_0_part(make_step(4)) is None
     group_save = saves.add_part(1, make_part(4, None))
@@ -45,20 +45,20 @@ def test_a_checkpoint_is_whole_with_its_last_part_whichever_that_is() -> None:
 
 
 def test_a_part_without_a_checkpoint_of_rank_0_is_dropped_if_it_is_empty_and_refused_if_it_is_not() -> None:
-    saves = GroupSaves(2)
+    saves = PartCollector(2)
     saves.add_part(1, make_part(1, None))
-    saves.finish_step(1)
+    saves.close_steps(1)
     assert saves.add_part(1, make_part(1, None)) is None
     with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 1, but rank 0 did not"):
         saves.add_part(1, make_part(1, "/nowhere/1"))
     saves.add_part(1, make_part(2, "/nowhere/1"))
     with pytest.raises(InvalidInput, match="rank 1 reported a checkpoint at step 2, but rank 0 did not"):
-        saves.finish_step(2)
+        saves.close_steps(2)
 
 
 def test_a_late_part_fails_its_checkpoint_alone_and_its_files_are_removed(tmp_path: Path) -> None:
     first, second = make_rank_directories(tmp_path)
-    saves = GroupSaves(3, timeout=timedelta(0))
+    saves = PartCollector(3, timeout=timedelta(0))
     saves.add_rank_0_part(make_step(2, str(first)))
     saves.add_part(1, make_part(2, str(second)))
     failed = saves.fail_overdue_save()
@@ -66,17 +66,17 @@ def test_a_late_part_fails_its_checkpoint_alone_and_its_files_are_removed(tmp_pa
     assert not first.exists()
     assert not second.exists()
     assert saves.fail_overdue_save() is None
-    saves.finish_step(2)
+    saves.close_steps(2)
     assert saves.add_part(2, make_part(2, str(tmp_path / "2"))) is None, "it comes too late, and is no error"
 
 
 def test_a_checkpoint_without_the_part_of_a_rank_that_has_ended_can_never_be_complete() -> None:
-    saves = GroupSaves(3)
+    saves = PartCollector(3)
     saves.add_part(1, make_part(2, None))
-    assert not saves.missing_part_reason({1, 2}), "rank 0 has not reported a checkpoint"
+    assert not saves.ended_rank_reason({1, 2}), "rank 0 has not reported a checkpoint"
     saves.add_rank_0_part(make_step(2))
-    assert not saves.missing_part_reason({1}), "its part is there"
-    assert saves.missing_part_reason({1, 2}) == make_reason("ranks-left-save", ranks=[2], step=2)
+    assert not saves.ended_rank_reason({1}), "its part is there"
+    assert saves.ended_rank_reason({1, 2}) == make_reason("ranks-left-save", ranks=[2], step=2)
 
 
 def test_directories_are_merged_and_equal_files_are_one(tmp_path: Path) -> None:
@@ -133,15 +133,15 @@ def test_ranks_may_write_into_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_over_can_be_saved_afterwards_whichever_rank_is_first() -> None:
-    saves = GroupSaves(2)
-    saves.finish_step(3)
-    saves.expect_save(3)
+    saves = PartCollector(2)
+    saves.close_steps(3)
+    saves.reopen_step(3)
     assert saves.add_part(1, make_part(3, "/nowhere/1")) is None
     assert saves.add_rank_0_part(make_step(3)) is not None
 
 
 def test_the_part_of_a_rank_that_does_not_exist_makes_no_checkpoint_whole() -> None:
-    saves = GroupSaves(3)
+    saves = PartCollector(3)
     saves.add_rank_0_part(make_step(1))
     saves.add_part(5, make_part(1, None))
     assert saves.add_part(1, make_part(1, None)) is None
@@ -153,7 +153,7 @@ def make_rank_metrics(step: int, loss: float) -> RankMetrics:
 
 
 def test_the_mean_of_a_step_is_there_with_the_metrics_of_the_last_rank() -> None:
-    metrics = GroupMetrics(3)
+    metrics = MetricsCollector(3)
     assert metrics.add_metrics(1, make_rank_metrics(1, 2.0)) is None
     assert not metrics.missing_ranks, "rank 0 does not wait"
     assert metrics.add_metrics(0, make_rank_metrics(1, 1.0)) is None
@@ -164,19 +164,19 @@ def test_the_mean_of_a_step_is_there_with_the_metrics_of_the_last_rank() -> None
 
 
 def test_metrics_that_cannot_come_or_come_too_late_name_their_rank_and_step() -> None:
-    metrics = GroupMetrics(3, timeout=timedelta(0))
+    metrics = MetricsCollector(3, timeout=timedelta(0))
     metrics.add_metrics(0, make_rank_metrics(4, 1.0))
     metrics.add_metrics(2, make_rank_metrics(4, 1.0))
-    assert not metrics.missing_metrics_reason({2})
-    assert metrics.missing_metrics_reason({1, 2}) == make_reason("ranks-left-mean", ranks=[1], step=4)
+    assert not metrics.ended_rank_reason({2})
+    assert metrics.ended_rank_reason({1, 2}) == make_reason("ranks-left-mean", ranks=[1], step=4)
     assert metrics.overdue_reason() == make_reason("metrics-late", ranks=[1], step=4, seconds=0.0)
-    patient = GroupMetrics(2, timeout=timedelta(hours=1))
+    patient = MetricsCollector(2, timeout=timedelta(hours=1))
     patient.add_metrics(0, make_rank_metrics(4, 1.0))
     assert not patient.overdue_reason()
 
 
 def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_step() -> None:
-    metrics = GroupMetrics(3)
+    metrics = MetricsCollector(3)
     for rank in (1, 0, 2):
         metrics.add_metrics(rank, make_rank_metrics(4, 1.0))
     metrics.record_commanded_step(4)
@@ -188,7 +188,7 @@ def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_st
 
 
 def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:
-    metrics = GroupMetrics(2, timeout=timedelta(seconds=0.2))
+    metrics = MetricsCollector(2, timeout=timedelta(seconds=0.2))
     time.sleep(0.3)
     metrics.add_metrics(0, make_rank_metrics(1, 1.0))
     assert not metrics.overdue_reason()

@@ -16,7 +16,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.attempt import usage_meter
-from prefect_tune.attempt.supervisor import GroupSaves
+from prefect_tune.attempt.supervisor import PartCollector
 from prefect_tune.linux import children_of
 from tests.attempt.nodes.cluster import STEPS, final_states, read_rank_states
 from tests.fakes.trial_processes import read_proc, wait_until
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_one_rank_saves_alone_is_an_error(tmp_path: Path) -> N
 def test_a_slow_rank_fails_its_save_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "GroupSaves", lambda size: GroupSaves(size, timedelta(seconds=0.5)))
+    monkeypatch.setattr(supervisor, "PartCollector", lambda size: PartCollector(size, timedelta(seconds=0.5)))
     with caplog.at_level(logging.INFO):
         result = train(tmp_path, wait_at_step, {"rank": 1, "step": 2, "until": str(tmp_path / "go-on")})
     assert (result.status, result.attempts) == ("completed", 1)

@@ -5,8 +5,8 @@
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
 Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-Never: a fork of an import that is unsafe to fork, or of which a fork has hung; a wait for an import after `stop` or for
-more than 10 minutes; a template that outlives the pool, unless trials that it has forked still run.
+Never: a fork of a template that is unsafe to fork, or one of whose forks has hung; a wait for an import after `stop` or
+for more than 10 minutes; a template that outlives the pool, unless trials that it has forked still run.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ForkServer:
             self._process.wait()
 
 
-class Template:
+class TemplateProcess:
     """A process that imports a trainable and then forks its trials. It has a subreaper, like a trial.
 
     All processes that the import starts end with the template. A template that is unsafe to fork ends before
@@ -254,7 +254,7 @@ class Template:
                 self.process = self.server.fork(IMPORT_REQUEST, self._their_control)
             self.unsafe_reason = "its process could not be forked"
             if self.process is not None:
-                self.unsafe_reason = self._import_in(self.process)
+                self.unsafe_reason = self._import_trainable(self.process)
         except Exception as error:  # noqa: BLE001 - without this, threads in `wait_for_import` never end
             self.unsafe_reason = f"its import could not be observed: {type(error).__name__}: {error}"
         finally:
@@ -263,7 +263,7 @@ class Template:
                 self._output.stop()
             self._imported.set()
 
-    def _import_in(self, process: ForkedProcess) -> str | None:
+    def _import_trainable(self, process: ForkedProcess) -> str | None:
         """Import the trainable in `process`; return why trials cannot be forked from it, None if they can."""
         self._output.start(process.output)  # until the process ends: output of fork handlers must not fill the pipe
         request = ImportRequest(
@@ -290,7 +290,7 @@ class Template:
         return "it is not needed any more"
 
 
-_ForkSource: TypeAlias = ForkServer | Template
+_ForkSource: TypeAlias = ForkServer | TemplateProcess
 
 
 def _end_in_background(source: _ForkSource) -> None:
@@ -305,21 +305,21 @@ class ForkServers:
         self._has_templates = reuse == "auto"
         self._guard = threading.RLock()
         self._server: ForkServer | None = None
-        self._templates: dict[ProcessKey, Template] = {}  # least recently used first
+        self._templates: dict[ProcessKey, TemplateProcess] = {}  # least recently used first
         self._unsafe: set[ProcessKey] = set()
         self._closed = False
 
     def start_fork_source(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
         """Return the template or the fork server for trials with this key; start it, without waiting, if needed.
 
-        If there are more templates than trials in `slots` slots may need, end the least recently used templates.
+        If there are more than two templates for each of the `slots`, end the least recently used templates.
         Raises RuntimeError after `close`.
         """
         with self._guard:
             server = self._get_server()
             if not self._has_templates or key in self._unsafe:
                 return server
-            self._templates[key] = template = self._templates.pop(key, None) or Template(server, key, log)
+            self._templates[key] = template = self._templates.pop(key, None) or TemplateProcess(server, key, log)
             for surplus in [*self._templates][: -2 * max(1, slots)]:
                 _end_in_background(self._templates.pop(surplus))
             return template
@@ -339,7 +339,7 @@ class ForkServers:
                     self._discard(source)
                 elif isinstance(source, ForkServer):
                     raise
-                if isinstance(source, Template):
+                if isinstance(source, TemplateProcess):
                     self.stop_forking(key, str(error), log)
             else:
                 if process is not None:

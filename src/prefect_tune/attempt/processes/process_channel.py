@@ -55,7 +55,7 @@ _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
 # The environment variables of a trial's process. The executors set the variables of a slot; `runtime` sets the
-# variables of a trial's child processes. No value in `AttemptRequest.environment` may differ for each trial: otherwise
+# variables of a trial's child processes. No value in `AttemptRequest.environment` may be unique to a trial: otherwise
 # no two trials could share an import.
 
 # Libraries read these variables once: on import, or when they first compute. So a process serves only trials with the
@@ -155,7 +155,7 @@ class TrialChannel:
         except MalformedMessage as error:
             raise MalformedMessage(
                 f"the channel of the trial's process: {error}. Only that process and its children can write there: "
-                "look for code that writes to a file descriptor that this code did not open (os.write, os.fdopen)"
+                "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
             ) from None
         if isinstance(message, StartReceived):
             self.has_started = True
@@ -349,9 +349,9 @@ class RankGroup:
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
         self.self_exited_ranks: set[int] = set()
-        """The ranks that exited before their launcher could kill them after the failure of another rank."""
-        self._outboxes: dict[int, _Outbox] = {}
-        self._outbox_lock = threading.Lock()
+        """The ranks that exited by themselves: at that time, their launcher had not killed any rank."""
+        self._senders: dict[int, _RankSender] = {}
+        self._senders_lock = threading.Lock()
         self._outputs: dict[int, str] = {}
         """The last output of each rank on another node whose process has exited."""
         self._turn = 0
@@ -360,7 +360,7 @@ class RankGroup:
 
     @property
     def has_launcher(self) -> bool:
-        """Whether a launcher in the trial has started the ranks."""
+        """Whether the trial's own process has launched all ranks, and is not a rank itself."""
         return LAUNCHER in self._channels
 
     def is_local(self, rank: int) -> bool:
@@ -378,13 +378,13 @@ class RankGroup:
 
     def send_to_rank(self, rank: int, message: ToTrial) -> None:
         """Send a message to a rank without waiting; the message is dropped if the rank is gone."""
-        self._get_outbox(rank).put(message)
+        self._get_sender(rank).put(message)
 
     def send_to_others(self, message: ToTrial) -> None:
-        """Send a message to all ranks but rank 0, including those that join later."""
+        """Send a message to all ranks but rank 0, including ranks that join later."""
         ranks = [rank for rank in self._channels if rank > 0]
         for rank in ranks:
-            self._get_outbox(rank).put(message)
+            self._get_sender(rank).put(message)
         if len(ranks) < self.world_size - 1:
             self._messages_for_joiners.append(message)
 
@@ -428,15 +428,15 @@ class RankGroup:
         self._channels[0], self._open_channels[0] = self._channels.pop(rank), self._open_channels.pop(rank)
         self.world_size, self.has_launcher_rank_0 = join.rank.world_size, True
 
-    def _get_outbox(self, rank: int) -> _Outbox:
-        """Return the queue of messages to a rank; senders do not wait, even for a rank that does not read."""
-        with self._outbox_lock:
-            if rank not in self._outboxes:
-                self._outboxes[rank] = _Outbox(self._channels[rank])
-            return self._outboxes[rank]
+    def _get_sender(self, rank: int) -> _RankSender:
+        """Return the sender of messages to a rank; its `put` does not wait, even if the rank does not read."""
+        with self._senders_lock:
+            if rank not in self._senders:
+                self._senders[rank] = _RankSender(self._channels[rank])
+            return self._senders[rank]
 
     def _add_joined_rank(self, join: RankJoined, connection: Connection, start: Start) -> tuple[int, RankJoined] | None:
-        """Add a rank that a launcher has started, or reject it."""
+        """Add a rank that a launcher has started, and return its message; or reject the rank, and return None."""
         rank, channel = join.rank, TrialChannel(connection, _JoinedRank(join.pid))
         if LAUNCHER not in self._channels and not self.has_launcher_rank_0:
             self._channels = {LAUNCHER: self._channels.pop(0)}
@@ -450,7 +450,7 @@ class RankGroup:
         self._channels[rank.rank] = self._open_channels[rank.rank] = channel
         self._pids[rank.rank] = join.pid
         for message in (start.model_copy(update={"rank": rank}), *(self._messages_for_joiners if rank.rank else ())):
-            self._get_outbox(rank.rank).put(message)
+            self._get_sender(rank.rank).put(message)
         return rank.rank, join
 
     def stop_receiving(self, rank: int) -> None:
@@ -468,7 +468,7 @@ class RankGroup:
             channel.end()
 
     def last_output(self) -> str:
-        """Return the last lines that the processes have printed; if several have printed, with their ranks."""
+        """Return the last lines that the processes have printed; name the ranks if several have printed."""
         lines = {rank: channel.last_output() or self._outputs.get(rank) for rank, channel in self._channels.items()}
         outputs = {rank: output for rank, output in lines.items() if output}
         named = (output if len(outputs) == 1 else f"rank {rank}:\n{output}" for rank, output in outputs.items())
@@ -481,17 +481,17 @@ class RankGroup:
 
     def close(self) -> None:
         """End the threads that send messages to the ranks."""
-        for outbox in self._outboxes.values():
-            outbox.put(None)
+        for sender in self._senders.values():
+            sender.put(None)
 
 
-class _Outbox:
-    """Queued messages to a rank. A thread sends them, so a full pipe blocks only that thread; `None` ends it."""
+class _RankSender:
+    """Sends queued messages to a rank in a thread: a full pipe blocks only this thread. `None` ends the thread."""
 
     def __init__(self, channel: TrialChannel) -> None:
         self._messages: SimpleQueue[ToTrial | None] = SimpleQueue()
         self.put = self._messages.put
-        threading.Thread(target=self._send_messages, args=(channel,), name="tune-outbox", daemon=True).start()
+        threading.Thread(target=self._send_messages, args=(channel,), name="rank-sender", daemon=True).start()
 
     def _send_messages(self, channel: TrialChannel) -> None:
         while (message := self._messages.get()) is not None:

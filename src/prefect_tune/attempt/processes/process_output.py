@@ -23,9 +23,9 @@ _MAX_LAST_LINES = 20
 _STOP_TIMEOUT = timedelta(seconds=5)
 _FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
-_BURST_LINES, _MAX_LINES_PER_SECOND, _LINE_CHARACTERS = 1000.0, 100, 1000  # limits: in a burst, and per second
-_MAX_LAST_BYTES = 64 * 1024  # of all last lines together, after the process has exited
-_MAX_JOURNALED_BYTES = 8 * 1024  # of all last lines together, in the journal
+_MAX_BURST_LINES, _MAX_LINES_PER_SECOND, _CHARACTERS_PER_LINE = 1000.0, 100, 1000  # a longer line counts as several
+_MAX_LAST_BYTES = 64 * 1024  # for all last lines together, after the process has exited
+_MAX_JOURNALED_BYTES = 8 * 1024  # for all last lines together, in the journal
 _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
 
 
@@ -74,7 +74,7 @@ class TrialOutput:
         self._log = log
         self._lines = OutputLineSplitter(self._log_line)
         self._last_lines: deque[str] = deque(maxlen=_MAX_LAST_LINES)
-        self._line_budget, self._budget_updated_at = _BURST_LINES, time.monotonic()
+        self._line_budget, self._budget_updated_at = _MAX_BURST_LINES, time.monotonic()
         self._dropped_count = 0
         self._read_lock = threading.Lock()
         self._source: int | None = None
@@ -108,7 +108,7 @@ class TrialOutput:
             time.sleep(_CATCH_UP_TIMEOUT.total_seconds() / 100)
 
     def _format_last_lines(self, max_bytes: int) -> str:
-        lines = [*self._last_lines, *self._lines.list_unfinished()][-_MAX_LAST_LINES:]
+        lines = [*self._last_lines, *self._lines.list_unfinished_lines()][-_MAX_LAST_LINES:]
         return "\n".join(lines).encode()[-max_bytes:].decode(errors="ignore")
 
     def _log_output(self, output: int, stop_reader: int) -> None:
@@ -130,14 +130,14 @@ class TrialOutput:
         self._last_lines.append(line)
         now = time.monotonic()
         refill = (now - self._budget_updated_at) * _MAX_LINES_PER_SECOND
-        self._line_budget, self._budget_updated_at = min(_BURST_LINES, self._line_budget + refill), now
-        if self._line_budget <= 0 or (self._dropped_count and self._line_budget < _BURST_LINES / 2):
+        self._line_budget, self._budget_updated_at = min(_MAX_BURST_LINES, self._line_budget + refill), now
+        if self._line_budget <= 0 or (self._dropped_count and self._line_budget < _MAX_BURST_LINES / 2):
             if not self._dropped_count:
                 self._log.warning("too much output for the log: lines are dropped until the rate decreases")
             self._dropped_count += 1
             return
         self._log_dropped_count()
-        self._line_budget -= 1 + len(line) // _LINE_CHARACTERS
+        self._line_budget -= 1 + len(line) // _CHARACTERS_PER_LINE
         self._log.info("%s", line)
 
     def _log_dropped_count(self) -> None:
@@ -171,10 +171,10 @@ class OutputLineSplitter:
         self._emit = emit
         self._rows: list[str] = [""]
         """The lines to which a bar may return, and the line with the cursor."""
-        self._cursor_row = self._rows_moved_up = 0  # the latter: by how many lines a bar has moved up
+        self._cursor_row = self._rows_moved_up = 0  # `_rows_moved_up`: how many lines a bar has moved up
         self._is_redrawn = False
         """Whether the cursor has returned to this line, or to its start."""
-        self._is_at_begin = True
+        self._is_at_line_start = True
         """Whether the next text replaces the text of the line."""
         self._is_cut = False
         self._rest = ""  # an incomplete control sequence
@@ -189,18 +189,18 @@ class OutputLineSplitter:
             elif _CONTROL.fullmatch(token):
                 if up := _UP.fullmatch(token):
                     self._move_up(int(up[1] or 1))
-                self._is_redrawn = self._is_at_begin = True
+                self._is_redrawn = self._is_at_line_start = True
             else:
                 self._add_text(_ERASE_REST.sub("", token))
 
-    def list_unfinished(self) -> list[str]:
+    def list_unfinished_lines(self) -> list[str]:
         """Return the current state of the lines that are not emitted yet."""
         return [row for row in self._rows if row.strip()]
 
     def close(self) -> None:
         """Emit the unfinished lines."""
         self._add_text(self._rest)
-        for row in self.list_unfinished():
+        for row in self.list_unfinished_lines():
             self._emit(row)
         self._rows, self._cursor_row = [""], 0
 
@@ -209,10 +209,10 @@ class OutputLineSplitter:
         if not piece:
             return
         line = self._rows[self._cursor_row]
-        if self._is_at_begin:
+        if self._is_at_line_start:
             if not self._is_redrawn:  # an ordinary line follows a bar
                 self._emit_unless_blank(line)
-            line, self._is_at_begin, self._is_cut = "", False, False
+            line, self._is_at_line_start, self._is_cut = "", False, False
         if self._is_cut:
             return
         line += piece
@@ -223,7 +223,7 @@ class OutputLineSplitter:
         self._rows[self._cursor_row] = line
 
     def _end_line(self) -> None:
-        if self._is_redrawn or (self._is_at_begin and self._rows_moved_up):
+        if self._is_redrawn or (self._is_at_line_start and self._rows_moved_up):
             self._cursor_row += 1
             if self._cursor_row == len(self._rows):
                 self._rows.append("")
@@ -236,7 +236,7 @@ class OutputLineSplitter:
             if not self._is_cut:
                 self._emit(self._rows[self._cursor_row])
             self._rows, self._cursor_row = self._rows[self._cursor_row + 1 :] or [""], 0
-        self._is_redrawn, self._is_at_begin, self._is_cut = False, True, False
+        self._is_redrawn, self._is_at_line_start, self._is_cut = False, True, False
 
     def _move_up(self, count: int) -> None:
         for _ in range(count):

@@ -105,7 +105,7 @@ class TrialProcessPool:
         environment: Mapping[str, str] = NO_EXTRA_ENV,
         stop: threading.Event | None = None,
     ) -> Iterator[TrialChannel]:
-        """Open the channel to a process of the pool that trains. At the end of the block, keep or end the process.
+        """Open the channel to a process for one attempt. At the end of the block, keep or end the process.
 
         On Linux all descendants of the process end with it, in any session, even if this process or the trial's process
         is killed. On other systems only the descendants in its process group do.

@@ -31,7 +31,7 @@ TEMPLATE_READY = "ready"
 
 
 class ImportRequest(Value):
-    """Imports a trainable in a template."""
+    """Asks a template to import a trainable."""
 
     trainable: str
     """See `Start`."""
@@ -56,7 +56,7 @@ MetricsSource: TypeAlias = Literal["rank 0", "mean"]
 
 
 class Start(Value):
-    """Starts the training: all inputs of an attempt."""
+    """Starts the training; contains all inputs of an attempt."""
 
     type: Literal["start"] = "start"
     experiment: str
@@ -116,7 +116,7 @@ class JoinRejected(Value):
 
 
 class SaveFailed(Value):
-    """The checkpoint of this step is not committed because a rank did not add its part; training continues."""
+    """The checkpoint of this step was not committed because a rank did not add its part; training continues."""
 
     type: Literal["save-failed"] = "save-failed"
     step: int
@@ -182,7 +182,7 @@ class StepDone(Value):
 
 
 class CheckpointPart(Value):
-    """The part that a rank other than rank 0 adds to the checkpoint of a step; it sends one for each step."""
+    """The part that a rank other than rank 0 adds to the checkpoint of a step; the rank sends one for each step."""
 
     type: Literal["checkpoint-part"] = "checkpoint-part"
     step: int
@@ -233,7 +233,7 @@ class TrialEnded(Value):
 
     @property
     def has_returned(self) -> bool:
-        """Whether the trainable ended the trial by its return."""
+        """Whether the trainable ended the trial by returning."""
         return isinstance(self.outcome, TrialFinished) and self.outcome.kind is FinishKind.RETURNED
 
 

@@ -1,7 +1,7 @@
 """Messages between machines: objects on the target, which survive the processes, and TCP messages between nodes.
 
-- A search replies to its trials on other machines.
-- Any process requests a running experiment to stop.
+- A search answers its trials on other machines.
+- Any process asks a running experiment to stop.
 - The owner of a search publishes its live status for readers.
 - The nodes of an attempt find one another through the target, and communicate over TCP.
 """
@@ -43,7 +43,7 @@ AnyAnswer: TypeAlias = ContinueTraining | StopTrial | CheckpointAndStop
 
 
 class TrialAnswer(Document):
-    """An answer on the target."""
+    """An answer, as it is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[3] = 3
@@ -53,7 +53,7 @@ class TrialAnswer(Document):
 def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
     """Answer an attempt that waits at `step`. The first answer counts: it was journaled before it was written.
 
-    If no owner is left to journal it, another process may also send a message to stop, at step `UNSOLICITED_STEP`.
+    If no owner runs to journal an answer, another process may tell the attempt to stop, at step `UNSOLICITED_STEP`.
     """
     with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
         create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
@@ -97,7 +97,7 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 
 
 class StopRequest(Document):
-    """A request to save and end: one trial permanently, or the whole experiment for its present owner."""
+    """Asks one trial to save and end permanently, or the present owner to save and end the whole experiment."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
     version: Literal[2] = 2
@@ -133,7 +133,7 @@ def is_request_journaled(experiment: Experiment, request: StopRequest) -> bool:
 
 
 def is_request_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
-    """Return whether no owner will read the request with this number: then the request must be written again."""
+    """Return whether another request was journaled under this number: then write the request again."""
     return len(experiment.stop_requests) >= number and not is_request_journaled(experiment, request)
 
 
@@ -169,8 +169,8 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
 # No decision and no resume uses it. During the search, the owner writes the status every few seconds as a new object,
 # and deletes the previous object: the cost does not depend on the number of steps. The path contains the owner's term:
 # owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes its
-# last object when its trials have ended. After a killed owner, that object stays until the next owner deletes it; its
-# time shows its age.
+# last object when its trials have ended. If the owner is killed, its last object stays until the next owner deletes it;
+# the time in the object shows its age.
 
 
 class RunningTrial(Value):
@@ -217,11 +217,11 @@ class ExperimentView:
 
     @property
     def cost_cutoff(self) -> str:
-        """The time up to which running attempts are counted, by the clock of the run if known; empty if unknown."""
+        """The time up to which the cost of running attempts counts, by the run's clock if known; empty if unknown."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def running_attempt(self, trial: str) -> RunningTrial | None:
-        """Return the running attempt of a trial; None if the trial is not running, or without a live status."""
+        """Return the running attempt of a trial; None if the trial does not run, or there is no live status."""
         return _list_running_attempts(self.live, self.experiment).get(trial)
 
 
@@ -277,7 +277,7 @@ def _has_running_trial(experiment: Experiment) -> bool:
 
 
 def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
-    """Return the last reports in the live status of an earlier owner. Two requests if a trial runs."""
+    """Return the last reports in the live status of an earlier owner. Send two requests if a trial runs."""
     live = read_newest_live_status(store, experiment.key) if _has_running_trial(experiment) else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
@@ -285,7 +285,7 @@ def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownRe
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return the view of an experiment. Its last entry was written at `written_at`. Two requests if a trial runs."""
+    """Return the view of an experiment; its last entry is from `written_at`. Send two requests if a trial runs."""
     live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
@@ -309,7 +309,7 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 # Nodes of an attempt.
 #
 #     nodes/<attempt>/address.json    the address of node 0
-#     each other node ◄══ TCP ══► node 0: one JSON document each, no pickle
+#     each other node ◄══ TCP ══► node 0: each message is one JSON document, no pickle
 #
 # Both sides of a connection prove that they have the secret of their search, which is not on the target, and that they
 # have read the same address. So write access to the target is not enough to direct ranks to another machine, or to
@@ -330,7 +330,7 @@ class BeginAttempt(Value):
 
     type: Literal["begin-attempt"] = "begin-attempt"
     nodes: tuple[int, ...]
-    """The participating nodes, node 0 first; their order gives the ranks."""
+    """The participating nodes, node 0 first; their order determines the ranks."""
     address: str
     """The rendezvous address of the ranks, on node 0 (`MASTER_ADDR`)."""
     port: int
