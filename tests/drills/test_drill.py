@@ -148,7 +148,7 @@ def test_the_last_output_is_that_of_the_first_error_if_it_is_long(tmp_path: Path
             r"^trainable 'broken:Nett': module 'broken' \(.*\) has no 'Nett'; it has train$",
         ),
         ("broken:train", "print('prints')\nimport nothing_of_that_name", "No module named 'nothing_of_that_name'"),
-        ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import ended its process with 3; "),
+        ("broken:train", "import os; os._exit(3)", "trainable 'broken:train': its import exited with code 3; "),
         (
             "broken:Net",
             "class Net(Trainable):\n  def step(self): return {}\n  def save_checkpoint(self, d): ...",

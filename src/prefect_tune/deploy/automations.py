@@ -134,7 +134,7 @@ def _make_silence_trigger(
     )
 
 
-def _make_alert(name: str, description: str, message: str, events: set[str], **match: Any) -> AutomationSpec:
+def _make_alert_spec(name: str, description: str, message: str, events: set[str], **match: Any) -> AutomationSpec:
     trigger = EventTrigger(posture=Posture.Reactive, expect=events, threshold=1, within=timedelta(0), **match)
     description = f"{description} An alert without an action is switched off."
     return AutomationSpec(f"{_PREFIX}{name}", description, trigger, message=message)
@@ -142,7 +142,7 @@ def _make_alert(name: str, description: str, message: str, events: set[str], **m
 
 _PACKAGE_EVENTS = {"prefect.resource.id": f"{_TAG}.*"}
 _ALERTS = (
-    _make_alert(
+    _make_alert_spec(
         "alert on a damaged checkpoint",
         "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
         _INTRO + "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: "
@@ -150,14 +150,14 @@ _ALERTS = (
         {"prefect-tune.checkpoint-quarantined"},
         match={**_PACKAGE_EVENTS, f"{_TAG}.crashes_trainable": "false"},
     ),
-    _make_alert(
+    _make_alert_spec(
         "alert on a new best trial",
         "A trial is the best so far: notify, or run a deployment that evaluates its model.",
         _INTRO + "trial {{ event.payload.trial }} is the best, at step {{ event.payload.step }}: " + _METRICS,
         {BestImproved.name},
         match=_PACKAGE_EVENTS,
     ),
-    _make_alert(
+    _make_alert_spec(
         "alert on a trial without reports",
         "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
         _INTRO + "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
@@ -166,7 +166,7 @@ _ALERTS = (
     ),
     # Also for a run that fails before it has an experiment: such a run emits no package event. Runs are matched by
     # flow, not by tag: otherwise attempts of trials, and flows that call `pt.tune`, would send more alerts.
-    _make_alert(
+    _make_alert_spec(
         "alert on a failed run",
         "A run ended with an error. No automation restarts it: fix the cause first.",
         "Run {{ flow_run.name }} of the flow {{ flow.name }} failed: {{ event.payload.validated_state.message }} "

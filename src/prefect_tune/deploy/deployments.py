@@ -45,7 +45,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 """Takes the id or `type/name` of a saved block, and returns its `type/name`; None if there is no such block."""
 
 
-def look_up_slug(client: SyncPrefectClient, block: str) -> str | None:
+def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
     """Look up a block on a Prefect server without reading its secrets; a `SlugLookup` for this client."""
     try:
         if BLOCK_SLUG.fullmatch(block):
@@ -246,7 +246,7 @@ def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: 
     flow: Flow[Any, Any] = getattr(import_module(module), name)
     schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]
     schema = make_form_schema(flow.flat_flow if isinstance(flow, GroupedFlow) else flow)
-    parameters, find_slug = flatten_parameters(spec.parameters), partial(look_up_slug, client)
+    parameters, find_slug = flatten_parameters(spec.parameters), partial(look_up_block_slug, client)
     parameters = validate_parameters(parameters, schema, find_slug, complete=bool(schedules))
     strategy = ConcurrencyOptions(collision_strategy=_COLLISION_STRATEGIES[spec.collision])
     fields = {

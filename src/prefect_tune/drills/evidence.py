@@ -50,7 +50,7 @@ ValueHistory = Mapping[int, object]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The state of the training after a step, or after the load of the checkpoint of that step."""
+    """The state of the training after a step, or after loading the checkpoint of that step."""
 
     step: int
     attempt: int
@@ -60,7 +60,7 @@ class Record:
     seconds: float
     """The duration of the step."""
     wait_seconds: float
-    """The time between the previous step and this step, in which the training waited, mostly for its save."""
+    """The time that the training waited between the previous step and this step, mostly for its save."""
     states: Mapping[str, str]
     """Values or digests, by kind and name; see `probe.collect_states`."""
 

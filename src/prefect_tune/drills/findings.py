@@ -218,7 +218,7 @@ class SaveCosts:
 
 @dataclass(frozen=True)
 class SaveAdvice:
-    """How often to save, for a mean time between failures."""
+    """How often to save, given the mean time between failures."""
 
     hours_between_failures: float
     seconds: float
@@ -265,7 +265,7 @@ class DrillReport(RenamedMembers):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the killed run has the metrics and checkpoints of the undisturbed run."""
+        """Whether the killed run has the same metrics and checkpoints as the undisturbed run."""
         return self.verdict == "exact"
 
     def fields(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ _VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """The trainable of a drill, and its kills: after which steps, and of which process."""
+    """The trainable of a drill, and its kills: after which steps, and which process is killed."""
 
     trainable: str
     """`package.module:Name`."""

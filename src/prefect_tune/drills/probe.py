@@ -89,10 +89,10 @@ class RunPlan:
             with suppress(FileNotFoundError, ValueError):
                 yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
 
-    def kill(self, number: int, process: int) -> None:
-        """Record the time of kill `number`, then send SIGKILL to `process`."""
+    def kill(self, number: int, pid: int) -> None:
+        """Record the time of kill `number`, then send SIGKILL to the process `pid`."""
         Path(self.folder, f"kill-{number}").write_text(str(time.time()), encoding="ascii")
-        os.kill(process, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
 
 def __getattr__(name: str) -> object:
@@ -184,7 +184,7 @@ def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) 
 
 
 class _Probe:
-    """Records the steps of rank 0 of one attempt, and kills the process as planned."""
+    """Records the steps of rank 0 of one attempt, and makes the planned kills."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan

@@ -211,7 +211,7 @@ class Drill:
         differences = compare_runs(self.store, undisturbed, killed)
         undisturbed_steps = killed.undisturbed_steps
         early = [diff for diff in differences if diff.step <= undisturbed_steps]
-        # A value that one run lacks proves nothing: it may have existed before the kill.
+        # A value that one run lacks is no evidence: it may have existed until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -331,7 +331,7 @@ def require_importable(trainable: str) -> None:
             return
         if error_file.exists():
             raise TuneError(error_file.read_text())
-        problem = f"did not end within {_IMPORT_TIMEOUT:.0f} s" if code is None else f"ended its process with {code}"
+        problem = f"did not end within {_IMPORT_TIMEOUT:.0f} s" if code is None else f"exited with code {code}"
         raise TuneError(f"trainable {trainable!r}: its import {problem}; its last output:\n{read_output_tail(log)}")
 
 

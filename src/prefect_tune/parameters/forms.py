@@ -274,7 +274,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
 
     Args:
         flow: the flow to run, with flat parameters.
-        first: the names of all required parameters, and of others.
+        first: the names of the parameters to show first: all required ones, and some others.
         module: the module that the entrypoint of a deployment names.
     """
 
@@ -332,13 +332,13 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls; its signature is `accepted`: Prefect's engine rejects other parameters."""
+    """Return the function that a run calls. Its signature is `accepted`: Prefect's engine rejects other parameters."""
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # a flow run's own parameters have no defaults
+            context = FlowRunContext.get()  # a flow run's parameters do not include defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

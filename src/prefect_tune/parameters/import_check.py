@@ -163,7 +163,7 @@ def undefined_name_reason(name: str, packages: Sequence[str], is_accepted: Defin
 
 
 class _DefinitionLookup:
-    """Looks up a name in the sources of trusted packages; `depth` counts the imports on the way."""
+    """Looks up a name in the sources of trusted packages; `depth` counts the imports that a lookup has followed."""
 
     def __init__(self, packages: Sequence[str], is_accepted: DefinitionCheck) -> None:
         self._packages = packages
@@ -245,7 +245,7 @@ class _DefinitionLookup:
 
 
 def _walk_body(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield all statements that may bind a name of the module, including statements in blocks such as `if`, `try`."""
+    """Yield all statements that may bind a name of the module, including those in blocks such as `if` and `try`."""
     for statement in body:
         yield statement
         if not isinstance(statement, _DEFINITION_TYPES):

@@ -63,7 +63,7 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
     """
     require_continuable(state)
     if not all(trial.proposed_by_search for trial in state.trials.values()):
-        raise InvalidInput(f"experiment {state.name!r} {_format_advice(state)}; or choose another experiment name")
+        raise InvalidInput(f"experiment {state.name!r} {_make_resume_hint(state)}; or choose another experiment name")
     for name, option in OPTIONS.items():
         before, now = _get_effective_setting(name, state.settings), _get_effective_setting(name, settings)
         if option.fixed_reason and state.trials and before != now and (name == "seed" or _may_have_used_metric(state)):
@@ -80,7 +80,7 @@ def _get_effective_setting(name: str, settings: Mapping[str, object]) -> object:
 
 
 def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
-    """Return the plan; if it has no seed, with the seed in the experiment's journal."""
+    """Return the plan; if the plan has no seed, add the seed in the experiment's journal."""
     seed = state.settings.get("seed")
     return plan.with_changes(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
@@ -100,10 +100,10 @@ def require_search(state: Experiment, uri: str) -> None:
         InvalidInput: the experiment is a single training, or belongs to a user's own flow.
     """
     if not state.settings:
-        raise InvalidInput(f"experiment {state.name!r} at {uri} {_format_advice(state)}")
+        raise InvalidInput(f"experiment {state.name!r} at {uri} {_make_resume_hint(state)}")
 
 
-def _format_advice(state: Experiment) -> str:
+def _make_resume_hint(state: Experiment) -> str:
     """Return the kind of an experiment that is not a search, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
@@ -164,8 +164,8 @@ def require_presence(
     Returns `state`, or the state read from the journal; None if no state was needed.
 
     Raises:
-        ResumeFailed: the experiment must exist, and does not exist or cannot be read. Nothing was started.
-        InvalidInput: the experiment must not exist, and exists; or `resume` is 'local', and the target is remote.
+        ResumeFailed: the experiment must exist, but does not exist or cannot be read. Nothing was started.
+        InvalidInput: the experiment must not exist, but exists; or `resume` is 'local', but the target is remote.
     """
     if resume.requires_local_target and not isinstance(target, LocalTarget):
         raise InvalidInput(
@@ -242,7 +242,7 @@ def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
 
 
 def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None:
-    """Require that the new total number of samples, such as that of a resume form, is not below the old total.
+    """Require that the new total number of samples, such as one from a resume form, is not below the old total.
 
     Raises:
         InvalidInput: the number is smaller.
@@ -262,9 +262,9 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples; and for the journal, the samples that this run adds, by its key.
+    """Return `plan` with the total number of samples; and for the journal, the number that this run adds, by its key.
 
-    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds nothing again.
+    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
 
     Raises:
         InvalidInput: the experiment has no fixed number of samples.
@@ -330,7 +330,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry, if it has other trials; if not, its error says so."""
+    """Log how many errored trials this run does not retry; if it has no other trials, the run's error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):

@@ -70,12 +70,12 @@ else:  # the help of the command line reads this plan without importing Prefect
 
 
 class StoredKind(Enum):
-    """What an option's value in a journal may choose."""
+    """Whether the value of an option in a journal may name code, a file, a location or a command."""
 
     DATA = "data"
-    """No value names code, a file, a location or a command."""
+    """It never does."""
     CHOICE = "choice"
-    """A value may name code, a file, a location or a command: `prefect_tune.trust` checks it before a resume."""
+    """It may: `prefect_tune.trust` checks the value before a resume."""
 
 
 class Panel(StrEnum):
@@ -116,7 +116,7 @@ class Option:
     """The properties of a search's option, except its flags."""
 
     stored: StoredKind | None = None
-    """What its values in the journal may choose; None if the journal does not store it: it belongs to one run."""
+    """The kind of its values in the journal; None if the journal does not store it, since it belongs to one run."""
     at_resume: bool = False
     """Whether `pt.resume` accepts it."""
     fixed_reason: str = ""
@@ -229,7 +229,7 @@ def _parse_sync(sync: object) -> SyncConfig | None:
 
 
 def parse_space(space: object) -> dict[str, object]:
-    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; domain objects stay.
+    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; keep domain objects.
 
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.

@@ -81,7 +81,7 @@ def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Seq
     """Return the identities of all owners of the experiment, except the flow run or process of the owner `by`."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an old entry is damaged; a snapshot replaces it, so this must not prevent the deletion
+    except JournalCorrupt:  # an old entry is damaged; a snapshot replaces it, so the deletion may continue
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

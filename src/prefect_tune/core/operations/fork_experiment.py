@@ -208,7 +208,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
         try:
             store.copy(f"{origin_folder}/{path}", f"{fork_folder}/{path}")
         except ObjectNotFound:
-            return path  # its checkpoint was retired and deleted since the listing
+            return path  # its checkpoint was retired and deleted after the manifest was read
         return None
 
     deleted = set(store.map(copy_blob, missing))

@@ -13,8 +13,8 @@ a process believed dead or a request believed lost deletes late, it cannot delet
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
-- **Messages.** Replies to trials on other machines, and their posts, are also stored on the target. The numbers of
-  attempts and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
+- **Messages.** The posts of trials on other machines, and the replies to them, are also stored on the target. The
+  numbers of attempts and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def may_still_save(trial: Trial) -> bool:
 
 
 def _find_garbage_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """Return a trial's candidates; None without a barrier, or with damage, which `collect_trial_garbage` reports."""
+    """Return a trial's candidates; None if it cannot have a barrier or is damaged (see `collect_trial_garbage`)."""
     if may_still_save(trial) or not trial.attempt:
         return None
     try:
@@ -337,7 +337,7 @@ def collect_trial_garbage(
             leftovers = find_leftover_manifests(store, key, trial, checkpoints)
             blobs = find_orphan_blobs(store, key, trial, None if candidates is None else candidates.blobs)
             break
-        except OutdatedStateError as outdated:  # the owner has retired checkpoints since
+        except OutdatedStateError as outdated:  # the owner has retired checkpoints since `trial` was read
             trial = outdated.current
         except CheckpointCorrupt as corrupt:
             return TrialGarbage(trial.id, damage=str(corrupt))
