@@ -8,8 +8,8 @@
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
 For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
-Never: a Linux-only call in another module, except the fork server and its client; a function that raises on other
-systems, except the functions of the fork server.
+Other modules make no Linux-only calls, except the fork server and its client. No function raises on other systems,
+except the functions of the fork server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_linux() -> bool:
     return sys.platform == "linux" and "PREFECT_TUNE_PORTABLE" not in os.environ
 
 
-def _read_file(path: str) -> str:
+def _read_kernel_file(path: str) -> str:
     """Return the text of a kernel file; raise `OSError` if the file is missing, as it is on every other system."""
     if not is_linux():
         raise FileNotFoundError(path)
@@ -165,14 +165,14 @@ def iter_process_tree(pid: int) -> Iterator[int]:
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
             with suppress(OSError):
-                for child in _read_file(f"/proc/{pid}/task/{thread}/children").split():
+                for child in _read_kernel_file(f"/proc/{pid}/task/{thread}/children").split():
                     yield from iter_process_tree(int(child))
 
 
 def process_usage(pid: int) -> tuple[float, int] | None:
-    """Return the CPU seconds of a process, including its exited children, and its memory in bytes; None if unknown."""
+    """Return a process's CPU seconds, with those of its exited children, and its memory in bytes; None if unknown."""
     with suppress(OSError):
-        fields = _read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name before may have any characters
+        fields = _read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may have any characters
         return sum(map(int, fields[11:15])) / _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES
     return None
 
@@ -181,12 +181,12 @@ def available_cpu_count(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -
     """Return the number of CPUs that this process may use: by its affinity, and by the quotas of its control groups."""
     counts = [len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1]
     with suppress(OSError, ValueError, ArithmeticError):  # version 1, in a container
-        quota, period = (int(_read_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
+        quota, period = (int(_read_kernel_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
             counts.append(math.ceil(quota / period))
     for folder in iter_control_groups("", root, own):
         with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
-            quota, period = map(int, _read_file(f"{folder}/cpu.max").split())
+            quota, period = map(int, _read_kernel_file(f"{folder}/cpu.max").split())
             counts.append(math.ceil(quota / period))
     return max(1, min(counts))
 
@@ -211,14 +211,14 @@ class MemoryLimit:
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
             with suppress(OSError, ValueError, IndexError):  # no such file, or no such line
-                return int(_read_file(path).partition("oom_kill ")[2].split(maxsplit=1)[0])
+                return int(_read_kernel_file(path).partition("oom_kill ")[2].split(maxsplit=1)[0])
         return 0
 
     def _iter_values(self, *names: str) -> Iterator[int]:
         for folder in self._folders:
             for name in names:
                 with suppress(OSError, ValueError):  # "max" is no limit
-                    yield int(_read_file(f"{folder}/{name}"))
+                    yield int(_read_kernel_file(f"{folder}/{name}"))
 
 
 def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path]:
@@ -230,7 +230,7 @@ def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path
         own: the file that names the control groups of this process.
     """
     with suppress(OSError, ValueError):
-        for line in _read_file(str(own)).splitlines():
+        for line in _read_kernel_file(str(own)).splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", controller):
                 top = root / controllers
@@ -262,7 +262,7 @@ def copy_range(source: int, file: int, length: int, offset: int) -> int:
 def boot_id() -> str:
     """Return the id of this machine's current boot; "any" if the system has no such id."""
     with suppress(OSError):
-        return _read_file("/proc/sys/kernel/random/boot_id").strip()
+        return _read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
     return "any"
 
 
@@ -270,14 +270,14 @@ def mount_type(device: int) -> str:
     """Return the type of the file system with this device number; empty if the kernel does not list mounts."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(FileNotFoundError):
-        for line in _read_file(_MOUNTS).splitlines():
+        for line in _read_kernel_file(_MOUNTS).splitlines():
             if line.split(" ")[2:3] == [number]:
                 return line.partition(" - ")[2].split(" ")[0]
     return ""
 
 
 def may_have_access_list(path: Path) -> bool:
-    """Return whether an ACL may give access to other users, so that the mode's group bits mislead; True if unknown."""
+    """Return whether an ACL may give access to other users, so that the group bits are wrong; True if unknown."""
     try:
         return not is_linux() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
     except OSError:
@@ -290,7 +290,7 @@ def iter_listener_owners(port: int) -> Iterator[int]:
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
         local = {f"{_format_kernel_address(socket.inet_pton(family, address))}:{port:04X}" for address in addresses}
         with suppress(FileNotFoundError):
-            for line in _read_file(table).splitlines()[1:]:
+            for line in _read_kernel_file(table).splitlines()[1:]:
                 _, address, _, state, _, _, _, user, *_ = line.split()
                 if address in local and state == _LISTEN_STATE:
                     yield int(user)

@@ -1,4 +1,4 @@
-"""The schedulers, searches and stoppers that have a name in JSON, in forms and on the command line, without imports."""
+"""The schedulers, searches and stoppers that have a name in JSON, in forms and on the command line; imports nothing."""
 
 from collections.abc import Mapping
 

@@ -112,9 +112,9 @@ def format_amount(amount: float, digits: int = 3) -> str:
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
-    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or one is `name`.
+    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or it equals `name`.
 
-    `min_similarity` is from 0 to 1; `num_gpus` and `gpu` have 0.5.
+    `min_similarity` is from 0 to 1; the similarity of `num_gpus` and `gpu` is 0.5.
     """
     by_lower_case = {candidate.casefold(): candidate for candidate in names}
     matches = get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=min_similarity)
@@ -135,10 +135,10 @@ def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
 
 
 def signature_if_mismatched(function: Callable[..., object], argument_count: int) -> str:
-    """Return the name and parameters of a function unless it accepts this number of positional arguments.
+    """Return the name and parameters of a function that does not accept `argument_count` positional arguments.
 
-    Empty if it does, or if its parameters are unknown, as for some C functions. Of a wrapper, the wrapper's own
-    parameters count, not the parameters of the wrapped function.
+    Empty if the function accepts them, or if its parameters are unknown, as for some C functions. A wrapper is checked
+    by its own parameters, not by the parameters of the wrapped function.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)

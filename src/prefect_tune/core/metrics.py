@@ -24,7 +24,7 @@ _TIME_KINDS = ("m", "M")  # NumPy's kinds of durations and dates: `item` returns
 
 
 def to_plain_scalar(value: object) -> object:
-    """Return a scalar (see above) as None or an exact bool, int, float or str; return any other value unchanged."""
+    """Return a scalar (see above) as None or Python's own bool, int, float or str; return any other value unchanged."""
     match value:
         case str():
             return str.__str__(value)  # `str(value)` calls a method of the subclass: 'Kind.LINEAR' for an enum member

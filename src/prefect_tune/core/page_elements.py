@@ -87,18 +87,18 @@ def make_values_table(name: str, values: Mapping[str, object]) -> Table:
     return Table((name, "value"), [*rows[:_MAX_VALUES], *more])
 
 
-def render_element(block: PageElement) -> Iterator[str]:
-    """Yield the HTML of a block."""
-    match block:
+def render_element(element: PageElement) -> Iterator[str]:
+    """Yield the HTML of an element."""
+    match element:
         case Heading(text=text, level=level):
             yield f"<h{level}>{escape_html(text)}</h{level}>"
         case Text(parts=parts, kind=kind):
             attribute = f' class="{kind}"' if kind else ""
             yield f"<p{attribute}>{''.join(map(_render_cell, parts))}</p>"
         case Figure():
-            yield f'<img src="{data_uri(block.svg)}" alt="{escape_html(block.description)}">'
-            if block.legend:
-                yield f'<p class="legend">{escape_html(block.legend)}</p>'
+            yield f'<img src="{data_uri(element.svg)}" alt="{escape_html(element.description)}">'
+            if element.legend:
+                yield f'<p class="legend">{escape_html(element.legend)}</p>'
         case Table(head=head, rows=rows):
             if not rows:
                 return
@@ -156,7 +156,7 @@ monospace;font-size:12px;background:none;color:inherit;padding:0;border:none}
 """
 
 
-def render_notebook_cell(*blocks: PageElement) -> str:
+def render_notebook_cell(*elements: PageElement) -> str:
     """Return the HTML of a notebook cell's output."""
-    elements = "".join(element for block in blocks for element in render_element(block))
-    return f'<div class="prefect-tune"><style>{_STYLE}</style>{elements}</div>'
+    markup = "".join(line for element in elements for line in render_element(element))
+    return f'<div class="prefect-tune"><style>{_STYLE}</style>{markup}</div>'

@@ -33,7 +33,7 @@ from prefect_tune.core.values import Json, Metrics, Value, get_metric
 
 
 class BestModelTracker:
-    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best model before.
+    """Tracks the best model: compares each commit, and the last step of each ended trial, with the best model so far.
 
     Metrics are compared in order, like tuples. Without an objective, no result is better than another result.
     """
@@ -77,7 +77,7 @@ class BestModelTracker:
 
 
 def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the sequence of the best checkpoint, by its trial; of equally good checkpoints, each trial's first.
+    """Return the best checkpoint's sequence, by trial. If checkpoints tie, return the first of each trial.
 
     The model that `BestModelTracker` reported last is included if it is saved. Empty without an objective.
     """
@@ -202,7 +202,7 @@ def abbreviate(value: Json) -> Json:
 
 @dataclass
 class TokenBucket:
-    """A token bucket for events: bursts of at most `capacity`, on average `per_second`."""
+    """A token bucket for events: at most `capacity` events in a burst, and `per_second` events on average."""
 
     capacity: float
     per_second: float

@@ -1,6 +1,6 @@
 """The reasons of ends and decisions: codes with arguments. Only this module makes sentences; no code reads a sentence.
 
-The schedulers, stoppers and requests of users pass texts instead. A text is shown unchanged, and no code compares it.
+A user's own scheduler, stopper or stop request passes a text instead. It is shown unchanged, and no code compares it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return `arguments` if they are shallow JSON without large numbers; a trial's process may send anything."""
+    """Return `arguments` if they are shallow JSON without large numbers: a trial's process may send anything."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -103,12 +103,12 @@ class ProcessEnd(Value):
 
     def __str__(self) -> str:
         """Return how the process ended, as the predicate of a sentence: `exited with code 1`."""
-        return _format_sentence(_PROCESS_ENDED, _process_end_arguments(self))
+        return _format_sentence(_PROCESS_ENDED, _make_process_end_arguments(self))
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
     """Return the reason for the end of one rank, for a list of ranks."""
-    return make_reason("rank-died", **_process_end_arguments(end))
+    return make_reason("rank-died", **_make_process_end_arguments(end))
 
 
 def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason | None = None) -> Reason:
@@ -120,26 +120,26 @@ def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason 
     """
     location = find_code_location(end.output, is_newest_first=True)  # in faulthandler's dump
     context = {"location": location, "rank": rank, "output": end.output or None}
-    return make_reason("process-ended", **_process_end_arguments(end), **context, memory=memory)
+    return make_reason("process-ended", **_make_process_end_arguments(end), **context, memory=memory)
 
 
-def _process_end_arguments(end: ProcessEnd) -> Mapping[str, object]:
+def _make_process_end_arguments(end: ProcessEnd) -> Mapping[str, object]:
     return {"exit_code": end.exit_code, "signal": end.signal, "detail": end.reason}
 
 
 def make_reason(code: str, /, **arguments: object) -> Reason:
     """Return a reason of this package, without the arguments that are None."""
-    return Reason(code=code, arguments={n: _to_json(value) for n, value in arguments.items() if value is not None})
+    return Reason(code=code, arguments={n: _argument_to_json(v) for n, v in arguments.items() if v is not None})
 
 
-def _to_json(argument: object) -> object:
+def _argument_to_json(argument: object) -> object:
     match argument:
         case Reason():
             return {"code": argument.code, "arguments": argument.arguments}
         case str():
             return make_storable(argument)
         case list() | tuple():
-            return [_to_json(part) for part in argument]
+            return [_argument_to_json(part) for part in argument]
         case float() if not math.isfinite(argument):
             return str(argument)
         case _:

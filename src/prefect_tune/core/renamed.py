@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class RenamedMembers:
-    """A class with renamed members: to define an old name in a subclass, or to read one, is an error with a hint."""
+    """A class with renamed members. To define an old name in a subclass, or to read it, raises an error with a hint."""
 
     __slots__ = ()
     _renamed: ClassVar[Mapping[str, str]] = {}
@@ -28,7 +28,7 @@ class RenamedMembers:
 
 
 def reject_renamed_functions(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that names the new name of each function in `renamed`."""
+    """Return a module's `__getattr__`. For a function's old name in `renamed`, its error names the new name."""
 
     def get_attribute(name: str) -> Any:
         if new := renamed.get(name):

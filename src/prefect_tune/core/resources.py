@@ -99,13 +99,13 @@ def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None
     counts += [] if gpus is None else [len(gpus)]
     if 0 in counts:
         raise InvalidInput(
-            f"resources_per_trial: a trial needs {_format_counts(needed.cpu, needed.gpu)}, but this process may use "
-            f"{_format_counts(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
+            f"resources_per_trial: a trial needs {_format_device_counts(needed.cpu, needed.gpu)}, but this process may "
+            f"use {_format_device_counts(machine.cpu_count, len(machine.gpus))}; if that is wrong, set "
             "resources_total={'cpu': ..., 'gpu': ...}"
         )
     count = min([*counts, *([] if max_slots is None else [max_slots])], default=machine.cpu_count)
     return gpus[:count] if gpus is not None else [()] * count
 
 
-def _format_counts(cpus: float, gpus: float) -> str:
+def _format_device_counts(cpus: float, gpus: float) -> str:
     return f"{cpus:g} {'CPU' if cpus == 1 else 'CPUs'} and {gpus:g} {'GPU' if gpus == 1 else 'GPUs'}"

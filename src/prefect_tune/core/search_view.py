@@ -39,7 +39,7 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""The number of metrics with large panels, if there is no objective: the first numbers of a report."""
+"""Without an objective, the number of metrics with large panels: the first numbers of a report."""
 _OTHER_METRIC_COUNT = 12
 """The number of other metrics with curves. Of further metrics, only the names are kept."""
 _OTHER_POINT_COUNT = 24
@@ -48,7 +48,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step. Above `max_points`, only every second, fourth, … is kept, besides the first and the last."""
+    """Numbers by step. Above `max_points`, only the first, the last, and every second, fourth, … number are kept."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
@@ -151,13 +151,13 @@ class AttemptPeriod:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StorageCosts:
     """Committed and uploaded bytes. The uploaded bytes of adopted commits are unknown."""
 
     commit_count: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
-    """The part of `committed_bytes` for which the next two fields are known."""
+    """The bytes of the commits for which the next two fields are known."""
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
@@ -183,7 +183,7 @@ class SearchSnapshot:
     """The points of a `Series`, by trial and metric."""
     attempts: Sequence[AttemptPeriod] = ()
     ownerships: Sequence[OwnershipPeriod] = ()
-    costs: Costs = Costs()
+    costs: StorageCosts = StorageCosts()
     is_complete: bool = True
     """Whether the view covers the journal from the first entry."""
 
@@ -219,22 +219,22 @@ class SearchView:
         self._running_trials: dict[str, None] = {}
         self._supervisors: dict[str, Owner] = {}  # of attempts on other machines, by trial
         self._ownerships: list[OwnershipPeriod] = []
-        self._costs = Costs()
+        self._costs = StorageCosts()
         self._counts = RunCounts()
         self._run_began = _EPOCH
         self._is_complete = True
-        self._losses: dict[str, tuple[Losses, bool]] = {}  # of last reports, and whether they are inherited
+        self._losses: dict[str, tuple[Losses, bool]] = {}  # of the last reports; whether they are inherited
         self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: events of earlier runs no longer count, and lost steps are not compared."""
+        """Begin the present owner's run. Events of earlier runs are not counted, reports of lost steps not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)
         if experiment.owner is not None and (not self._ownerships or self._ownerships[-1].term != experiment.term):
             self._ownerships.append(OwnershipPeriod(experiment.term, experiment.owner, at, at))
         for trial in experiment.trials.values():
-            self._compare_trial(trial.id)
+            self._refresh_losses(trial.id)
             index = self._newest.get(trial.id)
             if index is not None:
                 self._attempts[index] = replace(self._attempts[index], is_earlier=True)
@@ -255,7 +255,7 @@ class SearchView:
             event,
             TrialAdded | AttemptStarted | CheckpointCloned | AttemptEnded | TrialFinished | TrialPaused | TrialErrored,
         ):
-            self._compare_trial(event.trial)
+            self._refresh_losses(event.trial)
         if at < self._run_began:
             self._counts = counts
         for index in range(len(self._ownerships) - 1, -1, -1):
@@ -329,7 +329,7 @@ class SearchView:
                 self._update_attempt(event.trial, last_event_at=at)
             case CheckpointCommitted():
                 self._update_attempt(event.trial, last_event_at=at)
-                self._add_commit(event)
+                self._add_commit_costs(event)
             case CheckpointCloned():
                 copy = event.checkpoint
                 self._costs = replace(self._costs, cloned_bytes=self._costs.cloned_bytes + copy.size_bytes)
@@ -412,7 +412,7 @@ class SearchView:
                     curves[name] = Series() if name in self._metrics else Series(max_points=_OTHER_POINT_COUNT)
                 curves[name].add_point(step, numbers[name])
 
-    def _add_commit(self, event: CheckpointCommitted) -> None:
+    def _add_commit_costs(self, event: CheckpointCommitted) -> None:
         costs, size_bytes = self._costs, event.checkpoint.size_bytes
         costs = replace(costs, commit_count=costs.commit_count + 1, committed_bytes=costs.committed_bytes + size_bytes)
         if event.sent_bytes is not None:
@@ -424,8 +424,8 @@ class SearchView:
             )
         self._costs = costs
 
-    def _compare_trial(self, trial: str) -> None:
-        """Compare a trial with the best trial, by the last report in its state."""
+    def _refresh_losses(self, trial: str) -> None:
+        """Set a trial's losses from the last report in its state, and compare the trial with the best trial."""
         if self._objective is not None and (state := self._experiment.trials.get(trial)) is not None:
             losses = compute_losses(state.metrics, self._objective)
             self._set_losses(trial, losses, is_inherited=state.has_inherited_report)

@@ -19,7 +19,7 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, by phase. Each second is in one phase. With several ranks: rank 0 only."""
+    """The seconds of an attempt so far, by phase. Each second is in one phase. Of several ranks, only rank 0 counts."""
 
     start: Seconds = 0.0
     """The time before the trainable is loaded, except the restore: the journal, the process, the import, `setup`."""
@@ -52,7 +52,7 @@ class RankEnd(Value):
 
 
 class AttemptUsage(Value):
-    """The resource usage of an attempt, measured by its supervisor; None if not measured."""
+    """The resource usage of an attempt, measured by its supervisor. A field is None if it was not measured."""
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None

@@ -42,7 +42,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Value(BaseModel):
     """A frozen value that rejects unknown fields."""
 
-    # By default, pydantic writes a NaN as null; as a NaN, `canonical_json` rejects it.
+    # By default, pydantic writes a NaN as null. With this option, it writes a NaN, which `canonical_json` rejects.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def model_post_init(self, _context: object, /) -> None:
@@ -139,7 +139,7 @@ def validate_name(name: str) -> str:
     """Return `name` if it can be the name of a folder on every target.
 
     Raises:
-        InvalidInput: `name` is empty, too long, starts with a dot or has other characters.
+        InvalidInput: `name` is empty or too long, starts with no letter or digit, or contains a forbidden character.
     """
     name = str.__str__(name)  # `str(name)` would be 'Kind.LINEAR' for a member of a text enum
     if _NAME_PATTERN.fullmatch(name) and ".." not in name:
@@ -192,7 +192,7 @@ def canonical_json(value: object) -> bytes:
     Raises:
         ValueError: the value has a NaN, an infinity, a lone surrogate or more than about 200 levels: readers of JSON
             reject them.
-        TypeError: the value has another part that JSON cannot represent.
+        TypeError: the value contains something else that JSON cannot represent.
     """
     text = _ENCODER.encode(value)
     if "\\ud" in text or text.count("{") + text.count("[") > _MAX_SAFE_BRACKETS:

@@ -17,11 +17,11 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import (
     UNLIMITED,
     RandomSearch,
-    count_points,
+    count_grid_points,
     default_num_samples,
     extract_grids,
-    find_points,
-    grid_choices,
+    find_grid_points,
+    iter_grid_choices,
 )
 from prefect_tune.core.search.space import are_json_equal, resolve_space, validate_space
 from prefect_tune.core.values import StepReport
@@ -125,7 +125,7 @@ def test_without_a_number_a_grid_alone_is_tried_once_and_all_else_ten_times(spac
     assert default_num_samples(space) == samples
     tried = propose_all(RandomSearch(), space, count=1000)
     assert tried == propose_all(RandomSearch(samples), space, count=1000)
-    assert len(tried) == RandomSearch().trial_count(space) == samples * count_points(extract_grids(space))
+    assert len(tried) == RandomSearch().trial_count(space) == samples * count_grid_points(extract_grids(space))
 
 
 def test_a_value_that_stands_twice_in_a_grid_is_tried_twice() -> None:
@@ -176,7 +176,7 @@ def test_whoever_resumes_anywhere_proposes_the_same(space: dict[str, object], cu
     whole = propose_all(RandomSearch(samples), space, count=10)
     earlier = whole[:cut]
     assert [*earlier, *propose(resume(RandomSearch(samples), space, earlier), cut, 10 - len(earlier))] == whole
-    assert len(whole) == min(10, samples * count_points(space))
+    assert len(whole) == min(10, samples * count_grid_points(space))
 
 
 def test_more_samples_go_on_where_fewer_ended() -> None:
@@ -288,7 +288,7 @@ def test_a_point_that_the_space_gives_is_proposed_as_it_is_and_once(space: dict[
     given_point = propose_all(RandomSearch(1), space, seed=seed, count=5)[-1]
     search = RandomSearch(1, [given_point]).begin(space, None, 0)
     assert are_json_equal(propose(search, 0, 1)[0], given_point)
-    assert len(propose(search, 1, count=20)) == min(20, count_points(space) - 1)
+    assert len(propose(search, 1, count=20)) == min(20, count_grid_points(space) - 1)
 
 
 def test_points_that_are_given_on_resume_come_next_unless_they_were_tried() -> None:
@@ -336,12 +336,12 @@ def test_a_search_does_not_change_with_the_list_it_was_given() -> None:
 def test_every_point_of_a_grid_is_another_and_is_read_back(space: dict[str, object]) -> None:
     whole = validate_space(space)
     grids = extract_grids(whole)
-    assert count_points(grids) == count_points(whole)
-    all_choices = [tuple(grid_choices(point, grids)) for point in range(min(count_points(whole), 50))]
+    assert count_grid_points(grids) == count_grid_points(whole)
+    all_choices = [tuple(iter_grid_choices(point, grids)) for point in range(min(count_grid_points(whole), 50))]
     assert len(set(all_choices)) == len(all_choices)
     for point, choices in enumerate(all_choices):
         config = resolve_space(whole, lambda _, domain: domain.draw_at(0.3), dict(choices))
-        assert point in find_points(config, grids)
+        assert point in find_grid_points(config, grids)
 
 
 def test_trials_of_other_experiments_count_as_no_samples() -> None:

@@ -32,7 +32,7 @@ from prefect_tune.core.values import TrialId
 # Rungs: the steps at which trials are compared, and the losses of the trials that reached them.
 
 RungEntry: TypeAlias = tuple[float, int, TrialId]
-"""A trial at a rung: its loss, the number of trials before it, and its id. Of equal losses, the earlier is better."""
+"""A trial at a rung: its loss, the number of trials that came earlier, and its id. Of equal losses, the first wins."""
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class Rung:
         """Return the number of better trials at the rung."""
         return bisect_left(self.reached, entry[:2])
 
-    def promotion_quota(self, reduction_factor: float) -> int:
-        """Return the number of trials to promote: the best 1 / `reduction_factor`."""
+    def compute_promotion_quota(self, reduction_factor: float) -> int:
+        """Return the number of trials to promote: 1 / `reduction_factor` of the trials that reached the rung."""
         return int(len(self.reached) / reduction_factor)
 
-    def cutoff_loss(self, reduction_factor: float) -> float | None:
-        """Return the interpolated maximum loss of the best 1 / `reduction_factor`; None for an empty rung."""
+    def compute_cutoff_loss(self, reduction_factor: float) -> float | None:
+        """Return the interpolated highest loss of the best 1 / `reduction_factor` of trials; None for an empty rung."""
         if not self.reached:
             return None
         position = (len(self.reached) - 1) / reduction_factor
@@ -73,9 +73,9 @@ class Rung:
         low, high = self.reached[below][0], self.reached[min(below + 1, len(self.reached) - 1)][0]
         return low + (high - low) * share
 
-    def promotable_trial(self, reduction_factor: float) -> TrialId | None:
+    def find_promotable_trial(self, reduction_factor: float) -> TrialId | None:
         """Return the best paused trial if its rank is within the quota; otherwise None."""
-        if self.paused and self.count_better_trials(self.paused[0]) < self.promotion_quota(reduction_factor):
+        if self.paused and self.count_better_trials(self.paused[0]) < self.compute_promotion_quota(reduction_factor):
             return self.paused[0][2]
         return None
 
@@ -88,11 +88,11 @@ class TrialProgress:
     """The rungs of its bracket."""
     rung_index: int = -1
     """The index of the rung at which the trial was last compared; -1 before the first comparison."""
-    stopped: Stop | None = None
-    paused: tuple[Rung, RungEntry] | None = None
+    stop_decision: Stop | None = None
+    paused_at: tuple[Rung, RungEntry] | None = None
     """The rung at which the trial is paused, and its entry there; None while it is not paused."""
 
-    def rung_index_at(self, step: int) -> int:
+    def find_rung_index(self, step: int) -> int:
         """Return the index of the highest rung at or below `step`; -1 for none."""
         return bisect_right(self.rungs, step, key=lambda rung: rung.step) - 1
 
@@ -136,7 +136,7 @@ class RungSchedule(Schedule):
         del config
         if trial not in self._progress:
             self._progress[trial] = self._brackets.assign_trial(len(self._progress))
-        self._progress[trial].stopped = None
+        self._progress[trial].stop_decision = None
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         return self._progress[trial].next_rung_step(step) or max(self._brackets.max_t, step + 1)
@@ -146,7 +146,7 @@ class RungSchedule(Schedule):
         loss = loss_of(report, self._objective)
         if step >= self._brackets.max_t:
             return Stop(reason=make_reason("step-limit", step=step, limit=self._brackets.max_t), early=False)
-        index = progress.rung_index_at(step)
+        index = progress.find_rung_index(step)
         if index <= progress.rung_index:
             return self._repeat_decision(progress)
         progress.rung_index = index
@@ -162,7 +162,7 @@ class RungSchedule(Schedule):
 
 
 class StoppingSchedule(RungSchedule):
-    """Stops a trial whose loss is above the 1 / eta quantile of the trials that reached the rung before it.
+    """Stops a trial whose loss is above the 1 / `reduction_factor` quantile of the trials that came to the rung before.
 
     It decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
     whose loss equals the quantile, continue.
@@ -173,17 +173,17 @@ class StoppingSchedule(RungSchedule):
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
-        cutoff, judges = rung.cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
+        cutoff, judges = rung.compute_cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
         result = metric_reason_arguments(loss, self._objective)
         result |= {"step": rung.step, "cutoff": metric_from_loss(cutoff, self._objective), "judges": judges}
-        progress.stopped = Stop(reason=make_reason("cutoff", **result))
-        return progress.stopped
+        progress.stop_decision = Stop(reason=make_reason("cutoff", **result))
+        return progress.stop_decision
 
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        return progress.stopped or Continue()
+        return progress.stop_decision or Continue()
 
 
 class PromotionSchedule(RungSchedule):
@@ -191,7 +191,7 @@ class PromotionSchedule(RungSchedule):
 
     A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, no trial
     is running and no trial was promoted from a last rung, then the best paused trial of the highest rung with paused
-    trials resumes: even a small search trains one trial to the end. The other paused trials are stopped after that.
+    trials resumes: even a small search trains one trial to the end. After that, the other paused trials are stopped.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -237,7 +237,7 @@ class PromotionSchedule(RungSchedule):
         self._unpause_trial(trial)  # a trial that reports is not paused, even if the last decision was a pause
         rung = progress.rungs[progress.rung_index]
         entry = rung.add_trial(trial, loss)
-        progress.paused = (rung, entry)
+        progress.paused_at = (rung, entry)
         rung.mark_paused(entry)
         self._running.discard(trial)
         if self._find_promotable_trial() == trial:
@@ -246,17 +246,17 @@ class PromotionSchedule(RungSchedule):
         return Pause(reason=self._rank_reason(rung, entry))
 
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        return Pause(reason=self._rank_reason(*progress.paused)) if progress.paused else Continue()
+        return Pause(reason=self._rank_reason(*progress.paused_at)) if progress.paused_at else Continue()
 
     def _unpause_trial(self, trial: TrialId) -> None:
         progress = self._progress[trial]
-        if progress.paused:
-            rung, entry = progress.paused
+        if progress.paused_at:
+            rung, entry = progress.paused_at
             rung.mark_resumed(entry)
-            progress.paused = None
+            progress.paused_at = None
 
     def _find_promotable_trial(self) -> TrialId | None:
-        trials = (rung.promotable_trial(self._brackets.reduction_factor) for rung in self._rungs_descending)
+        trials = (rung.find_promotable_trial(self._brackets.reduction_factor) for rung in self._rungs_descending)
         return next((trial for trial in trials if trial), None)
 
     def _rank_reason(self, rung: Rung, entry: RungEntry) -> Reason:
@@ -267,13 +267,13 @@ class PromotionSchedule(RungSchedule):
             step=rung.step,
             rank=rung.count_better_trials(entry) + 1,
             ranked=len(rung.reached),
-            quota=rung.promotion_quota(self._brackets.reduction_factor),
+            quota=rung.compute_promotion_quota(self._brackets.reduction_factor),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ASHA(Scheduler):
-    """Train many trials for few steps and few to the end: at each rung only the best 1 / `reduction_factor` continue.
+    """Train many trials for few steps, and few trials to the end: at each rung the best 1 / `reduction_factor` go on.
 
     Rungs are the steps `grace_period`, `grace_period` * `reduction_factor` and so on, rounded up, below `max_t`. ASHA
     is asynchronous: a trial is compared with the trials that reached the rung earlier.
@@ -316,18 +316,18 @@ class ASHA(Scheduler):
             raise InvalidInput(f"{self}: expected a grace_period of at most max_t={self.max_t}")
         if not is_number_at_least(self.reduction_factor, 2):
             raise InvalidInput(f"{self}: expected a reduction_factor of 2 or more")
-        limit = len(self._rung_steps()) + 1
+        limit = len(self._compute_rung_steps()) + 1
         if not (is_integer_at_least(self.brackets, 1) and self.brackets <= limit):
             raise InvalidInput(f"{self}: expected 1 to {limit} brackets: there are {limit - 1} rungs below max_t")
         if self.variant not in {"stopping", "promotion"}:
             raise InvalidInput(f"{self}: expected variant 'promotion' or 'stopping'")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
-        steps = self._rung_steps()
+        steps = self._compute_rung_steps()
         rungs = [[Rung(step) for step in steps[skipped:]] for skipped in range(self.brackets)]
         schedule = PromotionSchedule if self.variant == "promotion" else StoppingSchedule
         return schedule(Brackets(rungs, self.max_t, self.reduction_factor, seed), objective)
 
-    def _rung_steps(self) -> Sequence[int]:
+    def _compute_rung_steps(self) -> Sequence[int]:
         steps = (math.ceil(self.grace_period * self.reduction_factor**power) for power in count())
         return list(takewhile(lambda step: step < self.max_t, steps))  # rounded up, as in Ray

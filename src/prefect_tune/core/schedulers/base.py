@@ -2,7 +2,7 @@
 
 `FIFO` lets every trial continue. To add a scheduler, write a file in this folder, and a line in `registry.py`
 (CONTRIBUTING, *Add a scheduler*). Two examples: `StoppingSchedule` in `asha.py` decides by a quantile,
-`MedianStopping` in `median_stopping.py` by the median.
+`MedianStopping` in `median_stopping.py` decides by the median.
 """
 
 from __future__ import annotations
@@ -98,16 +98,16 @@ class Scheduler(NamedOptions, RenamedMembers, ABC):
 class Schedule(RenamedMembers, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until that returns None.
-    Then the driver resumes the trial that `next_trial_to_resume` returns. If that is None and `is_waiting` is false,
+    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until it returns None. Then
+    the driver resumes the trial that `next_trial_to_resume` returns. If there is none and `is_waiting` returns False,
     the driver starts a new trial. After `on_search_exhausted`, while no trial is running and a trial is paused,
     `next_trial_to_resume` or `next_trial_to_stop` must return a trial.
 
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
-    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: journaled decisions are carried
-    out already. Both schedules are then in the same state. So a schedule reads no clock, and draws random numbers only
-    from the seed that `begin` receives. If the user has changed the scheduler, its decisions may differ: a trial that
-    only the old scheduler paused gets `on_trial_resumed`; a trial that the old scheduler stopped stays stopped.
+    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: the journaled decisions were
+    carried out already. After the replay, both schedules must be in the same state. So a schedule reads no clock, and
+    draws random numbers only from the seed that `begin` receives. A changed scheduler may decide differently: a trial
+    that only the old scheduler paused gets `on_trial_resumed`; a trial that the old scheduler stopped stays stopped.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -120,7 +120,7 @@ class Schedule(RenamedMembers, ABC):
         "stop_next": "next_trial_to_stop",
     }
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint of a step before `decide` decides on the step: other trials can clone it."""
+    """Whether a trial commits a checkpoint before `decide` decides on the step, so that other trials can clone it."""
 
     @abstractmethod
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
@@ -222,5 +222,5 @@ def metric_from_loss(loss: float, objective: Objective) -> float:
 
 
 def metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
-    """Return the arguments of a reason: the name and the value of the objective's metric."""
+    """Return arguments of a reason: the name and the value of the objective's metric."""
     return {"metric": objective.metrics[0], "value": metric_from_loss(loss, objective)}

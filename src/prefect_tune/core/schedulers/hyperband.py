@@ -52,7 +52,7 @@ class Bracket:
         return self.rung_index > 0 or self.trial_count >= self.size
 
     @property
-    def is_complete(self) -> bool:
+    def is_rung_complete(self) -> bool:
         """Whether each trial reached the present rung or ended, and at least one trial reached it."""
         return self.is_full and not self.training and bool(self.reached)
 
@@ -78,8 +78,8 @@ class Bracket:
         """Take no more trials."""
         self.size = self.trial_count
 
-    def promote_best(self) -> Sequence[TrialId]:
-        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, the rest stop."""
+    def promote_best_trials(self) -> Sequence[TrialId]:
+        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, others stop."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
         self.trial_count = max(1, int(self.trial_count / self.reduction_factor))
         self.rung_index += 1
@@ -95,8 +95,8 @@ class Hyperband(Scheduler):
     Trials fill one bracket after the other. The first bracket has many trials and a first rung at few steps; the few
     trials of the last bracket all train `max_t` steps; then the brackets repeat. At each rung, the best 1 /
     `reduction_factor` of the trials continue, at least one. A trial that reaches a rung pauses until the rung is
-    decided; meanwhile, the next bracket's trials use the slots. When no new trial is available, the last bracket is
-    decided with the trials that it has.
+    decided; the trials of the next bracket use its slot. When no new trial is available, the last bracket is decided
+    with the trials that it has.
 
     `brackets` returns each bracket's number of trials and first rung: (81, 1), (34, 3), (15, 9), (8, 27) and (5, 81)
     for `max_t=81` and `reduction_factor=3`.
@@ -117,13 +117,13 @@ class Hyperband(Scheduler):
     @property
     def brackets(self) -> Sequence[tuple[int, int]]:
         """The number of trials of each bracket, and the step of its first rung."""
-        return [(size, rungs[0]) for size, rungs in self._bracket_plans()]
+        return [(size, rungs[0]) for size, rungs in self._make_bracket_plans()]
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
-        return _HyperbandSchedule(self._bracket_plans(), self.reduction_factor, objective)
+        return _HyperbandSchedule(self._make_bracket_plans(), self.reduction_factor, objective)
 
-    def _bracket_plans(self) -> Sequence[tuple[int, Sequence[int]]]:
+    def _make_bracket_plans(self) -> Sequence[tuple[int, Sequence[int]]]:
         """Return the size and the rungs of each bracket, the largest first."""
         powers = [self.reduction_factor**0]
         while powers[-1] * self.reduction_factor <= self.max_t:
@@ -145,7 +145,7 @@ class _HyperbandSchedule(Schedule):
         self._max_t = plans[0][1][-1]
         self._bracket_count = 0
         self._filling_bracket: Bracket | None = None
-        self._bracket_of: dict[TrialId, Bracket] = {}
+        self._bracket_by_trial: dict[TrialId, Bracket] = {}
         self._to_resume: OrderedDict[TrialId, None] = OrderedDict()
         self._to_stop: OrderedDict[TrialId, Stop] = OrderedDict()
         self._exhausted = False
@@ -158,15 +158,15 @@ class _HyperbandSchedule(Schedule):
             self._filling_bracket = Bracket(size, steps, self._reduction_factor)
             self._bracket_count += 1
         self._filling_bracket.add_trial(trial)
-        self._bracket_of[trial] = self._filling_bracket
+        self._bracket_by_trial[trial] = self._filling_bracket
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
-        bracket = self._bracket_of.get(trial)
+        bracket = self._bracket_by_trial.get(trial)
         return max(bracket.steps[bracket.rung_index] if bracket else self._max_t, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
         loss, step = loss_of(report, self._objective), report.report.step
-        bracket = self._bracket_of.get(report.trial)
+        bracket = self._bracket_by_trial.get(report.trial)
         if bracket is None or step >= self._max_t:
             self.on_trial_ended(report.trial)
             return Stop(reason=make_reason("step-limit", step=step, limit=self._max_t), early=False)
@@ -180,11 +180,11 @@ class _HyperbandSchedule(Schedule):
     def next_trial_to_resume(self) -> TrialId | None:
         bracket = self._filling_bracket
         if self._to_resume or not (self._exhausted and bracket) or bracket.is_full or bracket.training:
-            return self._first_to_resume()
+            return self._get_first_to_resume()
         return bracket.find_best_trial()  # the bracket will never be full
 
     def on_trial_resumed(self, trial: TrialId) -> None:
-        bracket = self._bracket_of.get(trial)
+        bracket = self._bracket_by_trial.get(trial)
         # Another scheduler paused the trial: do not let it wait until this bracket is full.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
@@ -200,7 +200,7 @@ class _HyperbandSchedule(Schedule):
     def on_trial_ended(self, trial: TrialId) -> None:
         self._to_resume.pop(trial, None)
         self._to_stop.pop(trial, None)
-        if bracket := self._bracket_of.pop(trial, None):
+        if bracket := self._bracket_by_trial.pop(trial, None):
             bracket.remove_trial(trial)
             self._decide_rung_if_complete(bracket)
 
@@ -209,7 +209,7 @@ class _HyperbandSchedule(Schedule):
         if stop := self._to_stop.get(trial):
             self.on_trial_ended(trial)
             return stop
-        if trial == self._first_to_resume():
+        if trial == self._get_first_to_resume():
             self.on_trial_resumed(trial)
             return Continue()
         step, others = bracket.steps[bracket.rung_index], len(bracket.training)
@@ -220,10 +220,10 @@ class _HyperbandSchedule(Schedule):
         return Pause(reason=make_reason("waits-for-others", step=step, others=others))
 
     def _decide_rung_if_complete(self, bracket: Bracket) -> None:
-        if not bracket.is_complete:
+        if not bracket.is_rung_complete:
             return
         losses, step = bracket.reached, bracket.steps[bracket.rung_index]
-        ranking = bracket.promote_best()
+        ranking = bracket.promote_best_trials()
         for rank, trial in enumerate(ranking):
             if rank < bracket.trial_count:
                 self._to_resume[trial] = None
@@ -232,5 +232,5 @@ class _HyperbandSchedule(Schedule):
                 ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
                 self._to_stop[trial] = Stop(reason=make_reason("rank-continued", **result, step=step, **ranks))
 
-    def _first_to_resume(self) -> TrialId | None:
+    def _get_first_to_resume(self) -> TrialId | None:
         return next(iter(self._to_resume), None)

@@ -36,14 +36,14 @@ class MedianStopping(Scheduler):
     while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
     `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial without enough other trials releases its slot after that many steps, and continues
-    when there are enough: comparisons start early even with few slots. This option needs checkpoints. See `ASHA`.
+    With `min_time_slice`, a trial that lacks other trials releases its slot after that many steps, and continues when
+    there are enough: comparisons start early even with few slots. This option needs checkpoints. See `ASHA`.
 
     Args:
         grace_period: the step of the first comparison.
         min_samples_required: the number of other trials that a comparison needs.
         interval: the number of steps between two comparisons of a trial.
-        min_time_slice: after so many steps, a trial that lacks other trials releases its slot. Default: never.
+        min_time_slice: the number of steps after which a trial that lacks other trials releases its slot; None: never.
     """
 
     grace_period: int = 1
@@ -66,7 +66,7 @@ class MedianStopping(Scheduler):
 class _TrialProgress:
     """The losses of one trial, and its slot."""
 
-    last_milestone: int
+    last_milestone_index: int
     """The index of the last decided milestone; before the first decision, the index of step 0."""
     loss_count: int = 0
     loss_sum: float = 0.0
@@ -77,7 +77,7 @@ class _TrialProgress:
     """The step at which the trial got its present slot."""
     paused_at_step: int | None = None
     """The step at which the trial was paused; None while it is not paused."""
-    stopped: Stop | None = None
+    stop_decision: Stop | None = None
 
     @property
     def mean_loss(self) -> float:
@@ -98,33 +98,33 @@ class _MedianStoppingSchedule(Schedule):
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._exhausted = False
-        self._progress.setdefault(trial, _TrialProgress(self._milestone_index(0))).stopped = None
+        self._progress.setdefault(trial, _TrialProgress(self._find_milestone_index(0))).stop_decision = None
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
-        index = max(self._progress[trial].last_milestone, self._milestone_index(step)) + 1
+        index = max(self._progress[trial].last_milestone_index, self._find_milestone_index(step)) + 1
         return self._rule.grace_period + index * self._rule.interval
 
     def decide(self, report: TrialReport) -> Decision:
         progress, step = self._progress[report.trial], report.report.step
-        loss, index = loss_of(report, self._objective), self._milestone_index(step)
-        if index <= progress.last_milestone:
+        loss, index = loss_of(report, self._objective), self._find_milestone_index(step)
+        if index <= progress.last_milestone_index:
             return self._repeat_decision(progress)
         self.on_trial_resumed(report.trial)  # a trial that reports is not paused, even if the last decision was a pause
         if progress.loss_count:  # its mean so far counts at milestones that it passed without a report
-            for passed_index in range(progress.last_milestone + 1, index):
+            for passed_index in range(progress.last_milestone_index + 1, index):
                 insort(self._means[passed_index], progress.mean_loss)
-        progress.last_milestone = index
+        progress.last_milestone_index = index
         progress.best_loss = min(progress.best_loss, loss)
         if index < 0:
             return Continue()
         progress.loss_count += 1
         progress.loss_sum += loss
-        decision = self._compare_with_median(report.trial, progress, step)
+        decision = self._decide_by_median(report.trial, progress, step)
         insort(self._means[index], progress.mean_loss)
         return decision
 
     def next_trial_to_resume(self) -> TrialId | None:
-        milestones = {trial: self._progress[trial].last_milestone for trial in self._paused}
+        milestones = {trial: self._progress[trial].last_milestone_index for trial in self._paused}
         for trial, index in milestones.items():
             if len(self._means[index]) > self._rule.min_samples_required:  # the trial's own mean is one of them
                 return trial
@@ -143,17 +143,17 @@ class _MedianStoppingSchedule(Schedule):
         """Remove a trial from the paused trials. Its losses stay for comparisons."""
         self.on_trial_resumed(trial)
 
-    def _milestone_index(self, step: int) -> int:
+    def _find_milestone_index(self, step: int) -> int:
         """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before it."""
         return (step - self._rule.grace_period) // self._rule.interval
 
     def _repeat_decision(self, progress: _TrialProgress) -> Decision:
         if progress.paused_at_step is not None:
             return Pause(reason=make_reason("waits-for-others", step=progress.paused_at_step))
-        return progress.stopped or Continue()
+        return progress.stop_decision or Continue()
 
-    def _compare_with_median(self, trial: TrialId, progress: _TrialProgress, step: int) -> Decision:
-        others = self._means[progress.last_milestone]
+    def _decide_by_median(self, trial: TrialId, progress: _TrialProgress, step: int) -> Decision:
+        others = self._means[progress.last_milestone_index]
         if len(others) < self._rule.min_samples_required:
             time_slice = self._rule.min_time_slice
             if time_slice is None or step - progress.slot_since_step < time_slice:
@@ -167,5 +167,5 @@ class _MedianStoppingSchedule(Schedule):
             return Continue()
         values = [metric_from_loss(value, self._objective) for value in (progress.best_loss, median)]
         result = {"metric": self._objective.metrics[0], "best": values[0], "median": values[1]}
-        progress.stopped = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
-        return progress.stopped
+        progress.stop_decision = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
+        return progress.stop_decision

@@ -77,7 +77,7 @@ class Explorer:
     def explore(self, config: Config, *purpose: str | int) -> Config:
         """Return a configuration near `config`; deterministic for the same `purpose`."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
-        return _compute_functions(mutated, self.mutations, mutated)
+        return _compute_function_values(mutated, self.mutations, mutated)
 
     def _mutate_config(self, config: Config, mutations: Mutations, *purpose: str | int) -> Config:
         changed = dict(config)
@@ -109,16 +109,16 @@ class Explorer:
 
 
 def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Parse the user's `hyperparam_mutations`; raise `InvalidInput` if there are none, or if one is no `Mutation`."""
+    """Parse the user's `hyperparam_mutations`; raise `InvalidInput` if there are none, or one is not a `Mutation`."""
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
     by_name = to_plain_keys(mutations, where)
     return {name: _parse_mutation(mutation, f"{where}[{name!r}]") for name, mutation in by_name.items()}
 
 
-def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
+def _require_known_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
     """Raise unless each mutation names a parameter of a space in `nodes`: a trainable reads no other parameter."""
-    possible_nodes = list(chain.from_iterable(map(_possible_nodes, nodes)))
+    possible_nodes = list(chain.from_iterable(map(_iter_possible_nodes, nodes)))
     if any(isinstance(node, SampleFrom) for node in possible_nodes):
         return  # a computed value is unknown here
     spaces = [node for node in possible_nodes if isinstance(node, Mapping)]
@@ -129,14 +129,14 @@ def _require_parameters(nodes: Sequence[object], mutations: Mutations, where: st
             raise InvalidInput(f"{where}[{name!r}]: expected a parameter of the space at this place; {hint}")
         if isinstance(mutation, Mapping):
             children = [space[name] for space in spaces if name in space]
-            _require_parameters(children, mutation, f"{where}[{name!r}]")
+            _require_known_parameters(children, mutation, f"{where}[{name!r}]")
 
 
-def _possible_nodes(node: object) -> Iterator[object]:
+def _iter_possible_nodes(node: object) -> Iterator[object]:
     """Yield the nodes that a node may resolve to: itself, or each option of a choice or grid."""
     if isinstance(node, Branch):
         for option in node.options:
-            yield from _possible_nodes(option)
+            yield from _iter_possible_nodes(option)
     else:
         yield node
 
@@ -174,12 +174,12 @@ def _as_config(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def _compute_functions(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
+def _compute_function_values(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
     """Return `config` with the values that functions compute from the `whole` configuration."""
     changed = dict(config)
     for name, mutation in mutations.items():
         if isinstance(mutation, Mapping):
-            changed[name] = _compute_functions(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
+            changed[name] = _compute_function_values(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
         elif isinstance(mutation, SampleFrom):
             changed[name] = to_plain_node(mutation.function(whole), f"{where}.{name}")
     return changed
@@ -255,10 +255,10 @@ class PBT(Scheduler):
         return _PbtSchedule(self, explorer, objective)
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise unless every mutation names a parameter of `space`. An empty space passes: the search has its own."""
+        """Raise unless mutations name parameters of `space`. An empty space passes: the search has its own space."""
         if space:
             where = "PBT: hyperparam_mutations"
-            _require_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
+            _require_known_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ class _Member:
     number: int
     config: Mapping[str, object]
     decision_step: int = 0
-    """The step of the last decision in the history of the weights: after an exploit, in the history of the source."""
+    """The step of the last decision; after an exploit, the step of the last decision on the source."""
     exploit_count: int = 0
     has_just_exploited: bool = False
     """Whether the trial has exploited another trial since it got its slot."""
@@ -353,7 +353,7 @@ class _PbtSchedule(Schedule):
             member.loss = None
 
     def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return the loss and id of the trial to clone; None if `trial` is good enough, or if another trial is next."""
+        """Return the loss and id of the trial to clone; None if `trial` is good enough, or must wait its turn."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)

@@ -66,9 +66,9 @@ class SearchState(RenamedMembers, ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
     Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,
-    to a new instance: `restore_trial` in place of each `suggest`, each `on_report` and each `on_trial_ended`. Then both
-    instances must suggest the same. So draw for trial `number` from a generator seeded by (seed, number); do not keep
-    a generator's state from trial to trial.
+    to a new instance: it repeats each `on_report` and `on_trial_ended`, and calls `restore_trial` instead of `suggest`.
+    After the replay, both instances must suggest the same. So draw for trial `number` from a generator seeded by
+    (seed, number); do not keep a generator's state from trial to trial.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -96,7 +96,7 @@ class SearchState(RenamedMembers, ABC):
         del number
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
-        """Record a trial's end and last report, if any. If a continued trial ends again, the last call counts."""
+        """Record a trial's end, with its last report or None. If it continues and ends again, the last call counts."""
         del number, report, failed
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
@@ -145,7 +145,7 @@ class _RepeatedState(SearchState):
         self._times = repeated.times
         self._index_as = repeated.index_as
         self._config: dict[str, object] = {}
-        self._ended: dict[int, dict[int, StepReport | None]] = {}
+        self._reports_by_group: dict[int, dict[int, StepReport | None]] = {}
 
     def suggest(self, number: int) -> Suggestion:
         group, repetition = divmod(number, self._times)
@@ -164,11 +164,11 @@ class _RepeatedState(SearchState):
             self._search.restore_trial(group, self._config)
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
-        group = self._ended.setdefault(number // self._times, {})
+        group = self._reports_by_group.setdefault(number // self._times, {})
         group[number] = None if failed else report
         if len(group) == self._times:
             reports = [report for _, report in sorted(group.items()) if report is not None]
-            mean = _mean_report(reports) if reports else None
+            mean = _average_reports(reports) if reports else None
             self._search.on_trial_ended(number // self._times, mean, failed=not reports)
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
@@ -176,7 +176,7 @@ class _RepeatedState(SearchState):
         return self._search.add_prior_trial(inner_config, report, stopped=stopped)
 
 
-def _mean_report(reports: Sequence[StepReport]) -> StepReport:
+def _average_reports(reports: Sequence[StepReport]) -> StepReport:
     flat_metrics = [dict(iter_leaves(report.metrics)) for report in reports]
     names = set.intersection(*map(set, flat_metrics))
     columns = {name: [value for metrics in flat_metrics if is_number(value := metrics[name])] for name in sorted(names)}

@@ -52,14 +52,14 @@ class Float(_SpaceNode):
 
     def __post_init__(self) -> None:
         for name in ("low", "high") if self.q is None else ("low", "high", "q"):
-            object.__setattr__(self, name, _require_finite(self, name))
+            object.__setattr__(self, name, _require_finite_field(self, name))
         _check_bounds(self, max(abs(self.low), abs(self.high)))
 
     def __repr__(self) -> str:
         return _format_call(*constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        """Return the value below which a share `quantile`, in [0, 1), of all draws lies."""
+        """Return the value at `quantile`, in [0, 1): this fraction of all draws is smaller."""
         if self.q is not None:
             half = self.q / 2
             return self.nearest_value(_interpolate(self.low - half, self.high + half, self.scale, quantile))
@@ -67,7 +67,7 @@ class Float(_SpaceNode):
         return min(max(_interpolate(self.low, self.high, self.scale, quantile), self.low), max_value)
 
     def nearest_value(self, value: float) -> float:
-        """Return the value of the domain nearest to `value`: a multiple of `q`, within both ends."""
+        """Return the nearest value of the domain: between both ends, and a multiple of `q` if `q` is set."""
         clipped = min(max(float(value), self.low), self.high)
         return clipped if self.q is None else min(max(_round_to_multiple(clipped, self.q), self.low), self.high)
 
@@ -138,7 +138,7 @@ class Normal(_SpaceNode):
 
     def __post_init__(self) -> None:
         for name in ("mean", "sd") if self.q is None else ("mean", "sd", "q"):
-            object.__setattr__(self, name, _require_finite(self, name))
+            object.__setattr__(self, name, _require_finite_field(self, name))
         if self.sd <= 0:
             raise InvalidInput(f"{self!r}: expected sd > 0, found {self.sd!r}; a constant needs no domain")
         max_distance = abs(self.mean) + _MAX_SIGMAS * self.sd
@@ -176,7 +176,7 @@ def constructor_call(domain: Range) -> tuple[str, tuple[float, ...]]:
     return (name, numbers) if domain.q is None else (f"q{name}", (*numbers, domain.q))
 
 
-def _require_finite(domain: Range, name: str) -> float:
+def _require_finite_field(domain: Range, name: str) -> float:
     value = to_plain_scalar(getattr(domain, name))
     if is_number(value):
         return float(value)
@@ -185,7 +185,7 @@ def _require_finite(domain: Range, name: str) -> float:
 
 
 def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
-    """Raise unless the bounds and the step are valid; `max_distance` is the distance of the ends from 0."""
+    """Raise unless the bounds and the step are valid: there are at most 2^53 steps from 0 to `max_distance`."""
     if domain.low > domain.high:
         name, (low, high, *step) = constructor_call(domain)
         raise InvalidInput(
@@ -269,7 +269,7 @@ class Choice(_SpaceNode):
         return f"choice({list(self.options)}{weights})"
 
     def draw_at(self, quantile: float) -> int:
-        """Return the index of the option at `quantile`, in [0, 1), of the distribution."""
+        """Return the index of the option at `quantile`, in [0, 1), of all draws."""
         if self.weights is None:
             return int(quantile * len(self.options))
         ends = list(accumulate(self.weights))
@@ -279,7 +279,7 @@ class Choice(_SpaceNode):
 
 @dataclass(frozen=True, slots=True)
 class Grid(_SpaceNode):
-    """Each of the options, combined with every option of all other grids. An option may be a nested space."""
+    """Tries each option, combined with every option of all other grids. An option may be a nested space."""
 
     options: tuple[object, ...]
 

@@ -42,36 +42,36 @@ def extract_grids(node: object) -> object:
             return None
 
 
-def count_points(node: object) -> int:
+def count_grid_points(node: object) -> int:
     """Return the number of points of the grids in a part of a space; 1 without any grid."""
     if isinstance(node, Grid):
-        return sum(map(count_points, node.options))
+        return sum(map(count_grid_points, node.options))
     count = 1
     for _, child in _iter_children(node):
-        count *= count_points(child)
+        count *= count_grid_points(child)
     return count
 
 
-def grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
+def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
     """Yield the name of each grid that point number `point` fixes, and the index of the grid's option."""
     if isinstance(node, Grid):
-        index, first = next(pair for pair in reversed([*enumerate(_first_points(node))]) if pair[1] <= point)
+        index, first = next(pair for pair in reversed([*enumerate(_first_point_numbers(node))]) if pair[1] <= point)
         yield name, index
-        yield from grid_choices(point - first, node.options[index], option_path(name, index))
+        yield from iter_grid_choices(point - first, node.options[index], option_path(name, index))
     for key, child in _iter_children(node):
-        point, inner = divmod(point, count_points(child))
-        yield from grid_choices(inner, child, child_path(name, key))
+        point, inner = divmod(point, count_grid_points(child))
+        yield from iter_grid_choices(inner, child, child_path(name, key))
 
 
-def find_points(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`: usually one number; none if the grid lacks the value."""
+def find_grid_points(value: object, node: object) -> list[int]:
+    """Return the numbers of the points that give `value`: usually one; empty if the grid does not have the value."""
     if isinstance(node, Grid):
-        pairs = zip(_first_points(node), node.options, strict=True)
+        pairs = zip(_first_point_numbers(node), node.options, strict=True)
         return [
             first + point
             for first, part in pairs
             if accepts_value(part, value)
-            for point in find_points(value, extract_grids(part))
+            for point in find_grid_points(value, extract_grids(part))
         ]
     points, base = [0], 1
     for key, child in _iter_children(node):
@@ -79,15 +79,15 @@ def find_points(value: object, node: object) -> list[int]:
             children = [value[key]] if isinstance(value, Mapping) and key in value else []
         else:
             children = [value[key]] if isinstance(value, list | tuple) and key < len(value) else []
-        inner_points = [inner for part in children for inner in find_points(part, child)]
+        inner_points = [inner for part in children for inner in find_grid_points(part, child)]
         points = [point + base * inner for inner in inner_points for point in points]
-        base *= count_points(child)
+        base *= count_grid_points(child)
     return points
 
 
-def _first_points(grid: Grid) -> list[int]:
-    """Return the number of the first point for each option."""
-    return list(accumulate(map(count_points, grid.options[:-1]), initial=0))
+def _first_point_numbers(grid: Grid) -> list[int]:
+    """Return, for each option of a grid, the number of its first point."""
+    return list(accumulate(map(count_grid_points, grid.options[:-1]), initial=0))
 
 
 def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
@@ -137,7 +137,7 @@ class RandomSearch(Search):
     num_samples: int | None = field(default=None, metadata={"example": 20})
     """The number of tries of each grid point; -1 for no limit; None for `default_num_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
-    """Configurations to try first; they count as samples. Omitted parameters are drawn, or next in the grid."""
+    """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
     """Whether to draw random parameters once per sample of the grid: all points of the grid then share the draws."""
 
@@ -149,28 +149,28 @@ class RandomSearch(Search):
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         """Begin without an objective. Raises `InvalidInput` also if a point to evaluate is outside of the space."""
         del objective
-        return _RandomSearchState(self, validate_space(space), self._num_samples_for(space), seed)
+        return _RandomSearchState(self, validate_space(space), self._resolve_num_samples(space), seed)
 
     def trial_count(self, space: Space) -> int | None:
         """Return the number of samples times the number of grid points; None without a limit."""
-        samples = self._num_samples_for(space)
-        return None if samples == UNLIMITED else samples * count_points(extract_grids(validate_space(space)))
+        samples = self._resolve_num_samples(space)
+        return None if samples == UNLIMITED else samples * count_grid_points(extract_grids(validate_space(space)))
 
-    def _num_samples_for(self, space: Space) -> int:
+    def _resolve_num_samples(self, space: Space) -> int:
         return default_num_samples(space) if self.num_samples is None else self.num_samples
 
 
 class _RandomSearchState(SearchState):
-    """The points that are left to try. `suggest` records its own proposal with `restore_trial`, like a resume."""
+    """The points that are left to try. `suggest` calls `restore_trial` to record its proposal, as a resume does."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space
         self._seed = seed
         self._initial_points = [(point, fixed_parameters(point, space)) for point in search.points_to_evaluate]
         self._grids = extract_grids(space)
-        self._point_count = count_points(self._grids)
+        self._point_count = count_grid_points(self._grids)
         self._samples = samples
-        self._draws_per_sample = search.constant_grid_search
+        self._shares_draws = search.constant_grid_search
         self._try_counts: Counter[int] = Counter()  # tries of each grid point
         self._next_point = 0  # index into the endlessly repeated list of all points
 
@@ -180,8 +180,8 @@ class _RandomSearchState(SearchState):
             reason = f"{samples} of each of {self._point_count:,} grid points"
             return Exhausted(reason if self._point_count > 1 else f"samples drawn: {self._samples} of {self._samples}")
         initial = self._initial_points[0][1] if self._initial_points else {}
-        fixed = {**dict(grid_choices(self._next_point % self._point_count, self._grids)), **initial}
-        index = self._next_point // self._point_count if self._draws_per_sample else number
+        fixed = {**dict(iter_grid_choices(self._next_point % self._point_count, self._grids)), **initial}
+        index = self._next_point // self._point_count if self._shares_draws else number
         config = resolve_space(self._space, make_draw_function(self._seed, index), fixed)
         self.restore_trial(number, config)
         return Proposed(config)
@@ -191,7 +191,7 @@ class _RandomSearchState(SearchState):
         matches = (index for index, (point, _) in enumerate(self._initial_points) if contains_part(config, point))
         if (index := next(matches, None)) is not None:
             del self._initial_points[index]
-        if points := find_points(config, self._grids):
+        if points := find_grid_points(config, self._grids):
             self._try_counts[min(points, key=lambda point: (self._try_counts[point], point))] += 1
         while self._try_counts[self._next_point % self._point_count] > self._next_point // self._point_count:
             self._next_point += 1

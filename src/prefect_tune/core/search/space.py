@@ -54,7 +54,7 @@ def resolve_space(
 ) -> dict[str, object]:
     """Return a configuration of a valid `space`. Each parameter that the configuration needs is drawn once.
 
-    `fixed` maps the names of the parameters that are not drawn to their values or to the indexes of their options.
+    Parameters in `fixed` are not drawn: it maps the name of each to its value, or to the index of its option.
 
     Raises:
         InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
@@ -79,12 +79,12 @@ def option_path(name: str, index: int) -> str:
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
     """Call all functions of `sample_from` in a valid `space`, for trial 0 and some other trials.
 
-    The other trials take each option that is a nested space, because a function may read a parameter of one option.
+    Each other trial takes an option that is a nested space, because a function may read parameters of this option.
     Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
-    for number, fixed in enumerate([_NOTHING_FIXED, *_iter_branches(space, "")][:_MAX_TRIAL_DRAWS]):
+    for number, fixed in enumerate([_NOTHING_FIXED, *_iter_selections(space, "")][:_MAX_TRIAL_DRAWS]):
         resolve_space(space, make_draw_function(seed, number), fixed)
 
 
@@ -93,21 +93,21 @@ def make_draw_function(seed: int, number: int) -> Draw:
     return lambda name, domain: domain.draw_at(seeded_random.draw_uniform(seed, "space", number, name))
 
 
-def _iter_branches(node: object, name: str) -> Iterator[dict[str, object]]:
-    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter."""
+def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
+    """Yield, for each option that is an object, list, choice or grid, the indexes that select it, by parameter."""
     match node:
         case dict():
             for key, child in node.items():
-                yield from _iter_branches(child, child_path(name, key))
+                yield from _iter_selections(child, child_path(name, key))
         case list():
             for index, child in enumerate(node):
-                yield from _iter_branches(child, child_path(name, index))
+                yield from _iter_selections(child, child_path(name, index))
         case Choice() | Grid():
             weights = node.weights if isinstance(node, Choice) else None
             for index, child in enumerate(node.options):
                 if isinstance(child, dict | list | Choice | Grid) and (weights is None or weights[index]):
                     yield {name: index}
-                    yield from ({name: index, **inner} for inner in _iter_branches(child, option_path(name, index)))
+                    yield from ({name: index, **inner} for inner in _iter_selections(child, option_path(name, index)))
         case _:
             return
 
@@ -187,7 +187,7 @@ class _SpaceResolver:
 
 
 class _LazyConfig(Mapping[str, object]):
-    """The configuration that a function of `sample_from` receives: a value is resolved when the function reads it."""
+    """The configuration that a function of `sample_from` receives. A value is resolved when the function reads it."""
 
     def __init__(self, resolver: _SpaceResolver, node: Mapping[str, object], name: str) -> None:
         self._resolver = resolver
@@ -262,12 +262,12 @@ def read_config(space: Mapping[str, object], config: Mapping[str, object]) -> It
 
     A choice is read as the first option that gives exactly the value, else as the first option that can contain it.
     """
-    return _read_object(space, config, "")
+    return _interpret_object(space, config, "")
 
 
 def accepts_value(node: object, value: object) -> bool:
     """Return whether a part of a space can produce `value`. The value may omit parameters."""
-    return not any(isinstance(reading, ParameterMismatch) for reading in _read_node(node, value, ""))
+    return not any(isinstance(reading, ParameterMismatch) for reading in _interpret_node(node, value, ""))
 
 
 def contains_part(value: object, part: object) -> bool:
@@ -288,16 +288,16 @@ def are_json_equal(one: object, other: object) -> bool:
     return isinstance(one, bool) is isinstance(other, bool) and one == other
 
 
-def _read_node(node: object, value: object, name: str) -> Iterator[ParameterReading]:
+def _interpret_node(node: object, value: object, name: str) -> Iterator[ParameterReading]:
     match node:
         case dict() if isinstance(value, Mapping):
-            yield from _read_object(node, value, name)
+            yield from _interpret_object(node, value, name)
         case list() if isinstance(value, list | tuple) and len(value) == len(node):
             for index, child in enumerate(node):
-                yield from _read_node(child, value[index], child_path(name, index))
+                yield from _interpret_node(child, value[index], child_path(name, index))
         case Choice() | Grid():
             readings = [
-                list(_read_node(child, value, option_path(name, index))) for index, child in enumerate(node.options)
+                list(_interpret_node(child, value, option_path(name, i))) for i, child in enumerate(node.options)
             ]
             distances = [max((_DISTANCES[type(reading)] for reading in row), default=0) for row in readings]
             if (nearest := min(distances)) == _MISMATCH_DISTANCE:
@@ -318,10 +318,10 @@ def _read_node(node: object, value: object, name: str) -> Iterator[ParameterRead
                 yield ParameterMismatch(name, repr(node), value)
 
 
-def _read_object(node: Mapping[str, object], value: Mapping[str, object], name: str) -> Iterator[ParameterReading]:
+def _interpret_object(node: Mapping[str, object], value: Mapping[str, object], name: str) -> Iterator[ParameterReading]:
     for key, child in node.items():
         if key in value:
-            yield from _read_node(child, value[key], child_path(name, key))
+            yield from _interpret_node(child, value[key], child_path(name, key))
         else:
             yield ParameterMissing(child_path(name, key))
     for key in value:

@@ -122,7 +122,7 @@ class _SpaceReader:
     def read_node(self, node: object, where: str) -> object:
         match node:
             case Mapping():
-                if keyword := _domain_keyword(node):
+                if keyword := _find_domain_keyword(node):
                     return self._read_domain(keyword, node[keyword], where)
                 _reject_option_object(node, where)
                 return self.read_parameters(node, where)
@@ -166,7 +166,7 @@ class _SpaceReader:
         return self._load(path)
 
 
-def _domain_keyword(node: Mapping[Any, object]) -> str | None:
+def _find_domain_keyword(node: Mapping[Any, object]) -> str | None:
     """Return the only key of an object if the key is, or resembles, the name of a domain; otherwise None."""
     if len(node) != 1:
         return None
@@ -190,7 +190,7 @@ def _reject_option_object(node: Mapping[str, object], where: str) -> None:
 
 
 def match_option_class(node: Mapping[str, object]) -> str:
-    """Return the name of the option class with exactly the fields of a dict; empty if there is none."""
+    """Return the name of the option class whose fields are exactly the keys of `node`; empty if there is none."""
     has_numbers = all(is_number(node[name]) for name in ("low", "high", "mean", "sd") if name in node)
     if not has_numbers or not isinstance(node.get("options", []), list | tuple):
         return ""
@@ -198,7 +198,7 @@ def match_option_class(node: Mapping[str, object]) -> str:
 
 
 def find_distribution(node: object) -> Mapping[str, object] | None:
-    """Return the first distribution in a plain value, in JSON form or as a dict without its class; None without any."""
+    """Return the first distribution in a plain value, in JSON form or as a dict without its class; otherwise None."""
     if isinstance(node, Mapping):
         return node if is_distribution(node) else find_distribution(list(node.values()))
     return next(filter(None, map(find_distribution, node)), None) if isinstance(node, list) else None
@@ -208,7 +208,7 @@ def is_distribution(node: Mapping[str, object]) -> bool:
     """Return whether `node` is a distribution in a space; `{"choice": "adam"}` only resembles one."""
     if match_option_class(node) in _DISTRIBUTION_BY_FIELDS.values():
         return True
-    if _domain_keyword(node) in (None, "constant", "space"):
+    if _find_domain_keyword(node) in (None, "constant", "space"):
         return False
     try:
         _SpaceReader(None).read_node(node, "")
@@ -257,10 +257,10 @@ def node_to_json(node: object, where: str) -> Json:
         case Choice():
             return {"choice": {"options": _options_to_json(node, where), "weights": list(node.weights or ())}}
         case SampleFrom():
-            return {"sample_from": _function_path(node, where)}
+            return {"sample_from": _require_function_path(node, where)}
         case dict():
             document = {key: node_to_json(child, child_path(where, key)) for key, child in node.items()}
-            is_ambiguous = _domain_keyword(node) or match_option_class(node) or node.keys() & OPTION_FIELDS.keys()
+            is_ambiguous = _find_domain_keyword(node) or match_option_class(node) or node.keys() & OPTION_FIELDS.keys()
             return {"space": document} if is_ambiguous else document
         case list():
             return [node_to_json(child, child_path(where, index)) for index, child in enumerate(node)]
@@ -272,7 +272,7 @@ def _options_to_json(node: Branch, where: str) -> list[Json]:
     return [node_to_json(child, option_path(where, index)) for index, child in enumerate(node.options)]
 
 
-def _function_path(node: SampleFrom, where: str) -> str:
+def _require_function_path(node: SampleFrom, where: str) -> str:
     path = node.path or f"{getattr(node.function, '__module__', '')}:{getattr(node.function, '__qualname__', '')}"
     if _FUNCTION_PATH.fullmatch(path) and not path.startswith("__main__:"):
         return path
