@@ -41,7 +41,7 @@ def load_booster(directory: str | Path) -> lgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `init_model` for `lgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
+    """Return `num_boost_round` and `init_model` to start or resume with; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0

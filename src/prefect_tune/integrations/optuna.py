@@ -128,9 +128,9 @@ class _OptunaSchedule(Schedule):
             case SuccessiveHalvingPruner(
                 _min_resource=int(first), _reduction_factor=factor, _min_early_stopping_rate=rate
             ):
-                return _next_rung_step(first * factor**rate, factor, step)
+                return _find_next_rung_step(first * factor**rate, factor, step)
             case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
-                return _next_rung_step(first, factor, step)  # of all brackets together
+                return _find_next_rung_step(first, factor, step)  # of all brackets together
             case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
                 return max(first, first + ((step - first) // interval + 1) * interval)
             case _:  # other pruners check each value
@@ -160,7 +160,7 @@ class _OptunaSchedule(Schedule):
         self._trials.set_trial_state_values(self._ids[trial], state, [stored.intermediate_values[stored.last_step]])
 
 
-def _next_rung_step(first: int, factor: int, step: int) -> int:
+def _find_next_rung_step(first: int, factor: int, step: int) -> int:
     rung = first
     while rung <= step:
         rung *= factor

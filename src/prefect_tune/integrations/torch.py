@@ -237,16 +237,16 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         for name, flag in flags.items():
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
-        self._order = _BatchOrder(len(dataset), int(batch_size), int(seed), **flags)
+        self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
         # Not the global generator: each new iterator draws a number, and a resumed training makes one more iterator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
-        super().__init__(dataset, batch_sampler=self._order, **options)
+        super().__init__(dataset, batch_sampler=self._batches, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        self._order.end_epoch_if_done()
+        self._batches.end_epoch_if_done()
         for batch in super().__iter__():
-            self._order.examples_done += self._order.global_batch_size
-            self._order.end_epoch_if_done()
+            self._batches.examples_done += self._batches.global_batch_size
+            self._batches.end_epoch_if_done()
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -262,15 +262,15 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data. It is the same on all ranks."""
-        return {"epoch": self._order.epoch, "examples_done": self._order.examples_done}
+        return {"epoch": self._batches.epoch, "examples_done": self._batches.examples_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Continue at the position in `state_dict`."""
-        self._order.epoch, self._order.examples_done = state_dict["epoch"], state_dict["examples_done"]
-        self._order.is_restored = True
+        self._batches.epoch, self._batches.examples_done = state_dict["epoch"], state_dict["examples_done"]
+        self._batches.is_restored = True
 
 
-class _BatchOrder:
+class _ResumableBatchSampler:
     """The batches of indexes that this rank still has to train in this epoch."""
 
     def __init__(self, size: int, batch_size: int, seed: int, *, shuffle: bool, drop_last: bool) -> None:
@@ -280,7 +280,7 @@ class _BatchOrder:
         self.is_restored = False
 
     @property
-    def sampler(self) -> _BatchOrder:
+    def sampler(self) -> _ResumableBatchSampler:
         """The object whose `set_epoch` Lightning calls."""
         return self
 

@@ -266,12 +266,12 @@ class CheckpointReader(StorageReader):
         """Read the values that this rank needs, in the order of their bytes in the files.
 
         Raises:
-            CheckpointCorrupt: a file is shorter than in the metadata, or a value is a pickle that may run code.
+            CheckpointCorrupt: a file is shorter than the metadata says, or a value is a pickle that may run code.
         """
         parts = sorted(map(self._find_item_range, plan.items), key=attrgetter("file", "start"))
         for name, file_parts in groupby(parts, key=attrgetter("file")):
             with self._open_file(name) as file:
-                for group in _group_for_reading(file_parts):
+                for group in _group_into_reads(file_parts):
                     start = group[0].start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
                     raw = memoryview(_read_range(file, start, max(part.end for part in group) - start))
                     for part in group:
@@ -383,7 +383,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
     return Metadata(values, planner_data=document.paths, storage_data=locations)
 
 
-def _group_for_reading(parts: Iterable[_ItemRange]) -> Iterator[list[_ItemRange]]:
+def _group_into_reads(parts: Iterable[_ItemRange]) -> Iterator[list[_ItemRange]]:
     """Yield groups of parts that are near enough for one read; `parts` are in the order of the file."""
     group: list[_ItemRange] = []
     for part in parts:

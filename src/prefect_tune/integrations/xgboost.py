@@ -44,7 +44,7 @@ def load_booster(directory: str | Path) -> xgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `xgb_model` for `xgb.train`, also resumed; see `TuneReportCheckpointCallback`."""
+    """Return `num_boost_round` and `xgb_model` to start or resume with; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.num_boosted_rounds() if booster else 0

@@ -37,9 +37,9 @@ def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 # MLflow: a run for each trial, on a tracking server or in a database.
 
 _TRIAL_TAG = "prefect_tune.trial"
-_ID_TAG = "prefect_tune.mark"
+_MARK_TAG = "prefect_tune.mark"
 _STEP_METRIC = "trained_seconds"  # a metric of every step: its history has all steps
-_MAX_BATCH_COUNT = 1000  # the most metrics that a server accepts in one request
+_MAX_BATCH_METRICS = 1000  # the most metrics that a server accepts in one request
 _MAX_VALUE_LENGTH = 6000
 _MAX_NAME_LENGTH = 250
 _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a whole batch if a name has one of these
@@ -89,8 +89,8 @@ class MLflowLogger(Callback):
                 f"(mlflow experiments restore -x {experiment.experiment_id}), or pass another experiment_name"
             )
         self._experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._experiment_mark = (experiment.tags.get(_ID_TAG) if experiment else None) or uuid.uuid4().hex
-        self._client.set_experiment_tag(self._experiment_id, _ID_TAG, self._experiment_mark)
+        self._experiment_mark = (experiment.tags.get(_MARK_TAG) if experiment else None) or uuid.uuid4().hex
+        self._client.set_experiment_tag(self._experiment_id, _MARK_TAG, self._experiment_mark)
 
     def get_state(self) -> Mapping[str, object] | None:
         return {"experiment": self._experiment_mark}
@@ -184,8 +184,8 @@ class _MLflowRun:
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in numbers.items()]
-        for begin in range(0, len(metrics), _MAX_BATCH_COUNT):
-            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MAX_BATCH_COUNT])
+        for begin in range(0, len(metrics), _MAX_BATCH_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[begin : begin + _MAX_BATCH_METRICS])
         for name in self._values.keys() & numbers.keys():
             self._values[name][step] = numbers[name]
 

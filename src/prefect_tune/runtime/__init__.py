@@ -1,1 +1,1 @@
-"""Code of the trial process, without Prefect: trainable, session, checkpoint; in `processes` its main programs."""
+"""The code of trial processes, which do not import Prefect. The main programs are in `processes`."""

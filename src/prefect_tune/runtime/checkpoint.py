@@ -144,7 +144,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
                 try:
                     fill_directory(destination, content, deadline)
                 except DestinationInUse:
-                    continue  # the caller has changed its files: keep it, and use the next name
+                    continue  # the caller has changed the files: keep the directory, and use the next name
                 return str(destination)
         raise AssertionError
 

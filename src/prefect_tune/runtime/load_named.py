@@ -92,7 +92,7 @@ def require_not_importing(flow: str) -> None:
 
 
 def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
-    """Return the object, and the definitions that it uses from the `__main__` in which it was pickled, by name."""
+    """Return the object, and a dict of the definitions that it uses from the `__main__` in which it was pickled."""
     process = os.getpid()
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
@@ -194,7 +194,7 @@ def load_definitions_for_spawn() -> dict[str, object]:
 
 
 def require_loadable(config: Mapping[str, object]) -> None:
-    """Load the trainable that `config` names, without training. A trial's process calls this as its function trainable.
+    """Load the trainable that `config` names, without training. A trial's process runs this function as its trainable.
 
     Raises:
         InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although its cadence saves.
@@ -224,13 +224,12 @@ def describe_working_directory() -> str:
 
 
 def _missing_attribute_message(owner: object, name: str) -> str:
-    """Return the message that `owner` has no `name`, with a near name: preferably of an object that `owner` defines."""
+    """Return the message that `owner` has no `name`. It suggests a similar name, preferably one defined in `owner`."""
     from prefect_tune.core.display_text import did_you_mean_or_list, find_nearest_name
 
     public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
-    values = {
-        key: inspect.getattr_static(owner, key, None) for key in public
-    }  # None for a name that the module makes on demand
+    # The value is None for a name that the module makes on demand.
+    values = {key: inspect.getattr_static(owner, key, None) for key in public}
     own_name = getattr(owner, "__name__", None)
     defined = [key for key, it in values.items() if callable(it) and getattr(it, "__module__", None) == own_name]
     near = find_nearest_name(name, defined) or find_nearest_name(name, public)

@@ -24,7 +24,7 @@ _LAUNCHERS: Final = (
 )
 """The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
 RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
-"""The environment variable that the trial's own process sets if it is rank 0: its child processes are not rank 0."""
+"""The environment variable by which rank 0, as the trial's own process, tells its children that they are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
 # MPI's rank on this machine stays set: a worker that mpirun has started may choose its GPU by it.

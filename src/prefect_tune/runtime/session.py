@@ -86,7 +86,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
 
 
 def require_files_written(returned: object, directory: Path, step: int) -> None:
-    """Raise if `save_checkpoint` returned the state instead of writing files: unlike in Ray, it would not be stored.
+    """Raise if `save_checkpoint` returned the state instead of writing files: that state is not stored, unlike in Ray.
 
     An empty directory is allowed, with a warning: the trainable may have no state.
 
@@ -380,7 +380,7 @@ class TrialSession:
         return directory
 
     def record_report(self, metrics: Mapping[str, object], *, allow_missing: bool = False) -> StepReport:
-        """Record and return the report of the next step; if `metrics_from` is "mean", with the means of all ranks."""
+        """Record the report of the next step. With `metrics_from="mean"`, it has the mean metrics of all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
@@ -424,7 +424,7 @@ class TrialSession:
     def send_checkpoint(
         self, report: StepReport, directory: Path, *, is_owned_by_supervisor: bool, reason: AnyReason | None = None
     ) -> None:
-        """Send a step and its checkpoint. Do not wait for an asynchronous commit if the supervisor owns `directory`."""
+        """Send a step and its checkpoint. Wait for the commit if it is synchronous, or if the user owns `directory`."""
         self._wait_for_upload()
         done = StepDone(
             report=report,
@@ -558,7 +558,7 @@ class TrialSession:
                 self._uploading_step = None
             case SaveFailed(step=step):
                 self._uploading_step = None if step == self._uploading_step else self._uploading_step
-                self._saved_step = min(self._saved_step, step - 1)  # save the next step, or the end
+                self._saved_step = min(self._saved_step, step - 1)  # so the next step, or the end, is saved
             case CheckpointAndStop():
                 self.is_stop_requested = True
             case ContinueTraining(decision_step=milestone):

@@ -72,7 +72,7 @@ def format_error_text(error: BaseException) -> str:
 
 
 def was_raised_by_signal_handler(error: BaseException) -> bool:
-    """Return whether a handler of an external signal raised `error`: then training did not finish."""
+    """Return whether a handler of an external signal raised `error`; if so, training did not finish."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in _EXTERNAL_SIGNALS}
     return any(frame.f_code in handlers for frame, _line in traceback.walk_tb(error.__traceback__))
 

@@ -1,1 +1,1 @@
-"""The main programs of trial processes: the fork server and a single trial; and how they reset a process."""
+"""The main programs of the fork server and of a trial's process, and the reset of a process for its trial."""

@@ -1,4 +1,4 @@
-"""The fork server, from which trial processes are forked, without Prefect.
+"""The fork server, from which trial processes are forked. It does not import Prefect.
 
 It is started as `python -m prefect_tune.runtime.processes.fork_server`. It imports the modules that every trial needs,
 but no user code, and it has one thread: it can be forked safely at any time. A subreaper process is between the fork
@@ -227,7 +227,7 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials; or, as a template, import a trainable and, if forks are then safe, serve forks for its trials.
+    """Serve trials. A template instead imports a trainable, and serves forks for its trials if forks are then safe.
 
     First, set up the process as if it had been started by exec.
     """

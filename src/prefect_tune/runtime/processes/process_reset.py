@@ -67,7 +67,7 @@ def reset_process_state(new: ProcessEnvironment) -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:  # `import numpy` alone does not import it
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.seed()  # like a new process
+        torch.seed()  # as in a new process
     if _import_effects is not None:
         for name in _import_effects.removed_variables & os.environb.keys():
             del os.environb[name]
@@ -108,7 +108,7 @@ def recording_import_effects() -> Iterator[None]:
         setattr(module, _SEED_FUNCTIONS[module.__name__], seed)
 
     environment, directory = dict(os.environb), _get_working_directory()
-    finder = _AfterImportFinder(dict.fromkeys(_SEED_FUNCTIONS, wrap_seed_function))
+    finder = _PostImportFinder(dict.fromkeys(_SEED_FUNCTIONS, wrap_seed_function))
     for name in _SEED_FUNCTIONS.keys() & sys.modules.keys():
         wrap_seed_function(sys.modules[name])
     sys.meta_path.insert(0, finder)
@@ -144,8 +144,8 @@ def _get_working_directory() -> str | None:
     return None
 
 
-class _AfterImportFinder(MetaPathFinder):
-    """Calls a function with each of some modules after the module's import; other finders find these modules."""
+class _PostImportFinder(MetaPathFinder):
+    """Finds modules with the other finders, and makes the import of some modules call a function with the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions
@@ -217,7 +217,7 @@ def _patch_get_run_logger(module: ModuleType) -> None:
     vars(module)["get_run_logger"] = get_run_logger
 
 
-_run_logger_finder = _AfterImportFinder({"prefect.logging.loggers": _patch_get_run_logger})
+_run_logger_finder = _PostImportFinder({"prefect.logging.loggers": _patch_get_run_logger})
 
 
 # The end of a process or of a trial.

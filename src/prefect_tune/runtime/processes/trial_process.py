@@ -1,4 +1,4 @@
-"""The main program of a trial's process, without Prefect.
+"""The main program of a trial's process. It does not import Prefect.
 
 It reads a `Start` message from its channel, trains, sends the end of the attempt, and may then serve another trial. It
 writes to no target. On Linux the process is forked and supervised by the fork server
@@ -75,7 +75,7 @@ class _ReadyTrainable:
 
     trainable: Trainable
     source_digest: str
-    """The digest of its source at the time of the import."""
+    """The digest of the trainable's source at the time of the import."""
 
 
 def pop_program_arguments() -> tuple[int, int]:
