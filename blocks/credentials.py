@@ -25,8 +25,8 @@ from prefect_tune.stores.open_location import S3Access, S3Keys, session_key_prov
 
 
 @dataclass(frozen=True)
-class NamedBlocks:
-    """Annotates a field that accepts one of these blocks of a package, or None."""
+class LazyBlockTypes:
+    """Annotates a field that accepts None or a block of one of these types, imported from `package` when needed."""
 
     package: str
     names: tuple[str, ...]
@@ -60,17 +60,17 @@ if TYPE_CHECKING:
     GcpBlock: TypeAlias = Block | None
     AzureBlock: TypeAlias = Block | None
 else:
-    AwsBlock = Annotated[Any, NamedBlocks("prefect-aws", ("AwsCredentials", "MinIOCredentials"))]
-    GcpBlock = Annotated[Any, NamedBlocks("prefect-gcp", ("GcpCredentials",))]
-    AzureBlock = Annotated[Any, NamedBlocks("prefect-azure", ("AzureBlobStorageCredentials",))]
+    AwsBlock = Annotated[Any, LazyBlockTypes("prefect-aws", ("AwsCredentials", "MinIOCredentials"))]
+    GcpBlock = Annotated[Any, LazyBlockTypes("prefect-gcp", ("GcpCredentials",))]
+    AzureBlock = Annotated[Any, LazyBlockTypes("prefect-azure", ("AzureBlobStorageCredentials",))]
 
 
 def import_named_blocks(model: type[Block]) -> None:
-    """Import the blocks that `model` names, and set them as the annotations of the fields, which Prefect reads."""
+    """Import the block types of the fields of `model`, and set them as the fields' annotations, which Prefect reads."""
     for field in model.model_fields.values():
-        for named in field.metadata:
-            if isinstance(named, NamedBlocks):
-                field.annotation = named.import_type()
+        for annotation in field.metadata:
+            if isinstance(annotation, LazyBlockTypes):
+                field.annotation = annotation.import_type()
 
 
 def s3_access(block: Any) -> S3Access:
@@ -117,14 +117,14 @@ def azure_options(block: Any) -> Mapping[str, str]:
     """Return the client options of an `AzureBlobStorageCredentials` block."""
     if block.connection_string is not None:
         return connection_options(block.connection_string.get_secret_value())
-    options = {"endpoint": block.account_url.rstrip("/"), "account_name": account_name_of(block.account_url)}
+    options = {"endpoint": block.account_url.rstrip("/"), "account_name": _azure_account_name(block.account_url)}
     if block.client_id is not None:
         options |= {"client_id": block.client_id, "tenant_id": block.tenant_id}
         options |= {"client_secret": block.client_secret.get_secret_value()}
     return options
 
 
-def account_name_of(url: str) -> str:
+def _azure_account_name(url: str) -> str:
     """Return the account name of a URL such as 'https://account.blob.core.windows.net'."""
     return url.partition("://")[2].partition(".")[0]
 
@@ -147,4 +147,4 @@ def connection_options(text: str) -> Mapping[str, str]:
     secrets = {option: parts[name] for option, name in names.items() if parts.get(name)}
     if not endpoint or not secrets:
         raise ValueError("expected AccountName or BlobEndpoint, and AccountKey or SharedAccessSignature")
-    return {"account_name": account or account_name_of(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}
+    return {"account_name": account or _azure_account_name(endpoint), "endpoint": endpoint.rstrip("/"), **secrets}

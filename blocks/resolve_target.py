@@ -53,7 +53,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
     """Return the target of `value` like `resolve_target`, but only for reading: a missing local folder is an error."""
-    parsed = _parse_target(value, is_read=True)
+    parsed = _parse_target(value, for_reading=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
@@ -69,7 +69,7 @@ ABSOLUTE_PATTERN = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z
 
 def block_slug_pattern() -> str:
     """Return the pattern of the references `type/name` of saved target blocks, for JSON schemas."""
-    return rf"(?:{'|'.join(sorted(_target_types()))})/[^/\s]+"
+    return rf"(?:{'|'.join(sorted(_target_types_by_slug()))})/[^/\s]+"
 
 
 def require_absolute(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
@@ -113,7 +113,7 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
     Raises:
         InvalidInput: the fields fit no target type, or several.
     """
-    kinds = _target_types()
+    kinds = _target_types_by_slug()
     slug = fields.get("block_type_slug")
     slugs = [slug] if slug else [name for name, kind in kinds.items() if fields.keys() <= kind.model_fields.keys()]
     if len(slugs) == 1 and slugs[0] in kinds:
@@ -122,16 +122,16 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 
 
 def _parse_target(
-    value: StorageTarget | str | os.PathLike[str], *, is_read: bool = False
+    value: StorageTarget | str | os.PathLike[str], *, for_reading: bool = False
 ) -> StorageTarget | tuple[str, str]:
-    """Return the target, or the type and name of a saved block; with `is_read`, the target may be read-only."""
+    """Return the target, or the type and name of a saved block; with `for_reading`, the target may be read-only."""
     value = cast("StorageTarget | str | os.PathLike[str]", to_plain_scalar(value))
-    if isinstance(value, StorageTarget | str) and not is_read:
-        _require_writable(value if isinstance(value, str) else value.uri)
+    if isinstance(value, StorageTarget | str) and not for_reading:
+        _reject_read_only_scheme(value if isinstance(value, str) else value.uri)
     if isinstance(value, StorageTarget):
         return value
     if isinstance(value, os.PathLike):
-        return _parse_folder(os.fspath(value), is_read=is_read)
+        return _parse_folder(os.fspath(value), for_reading=for_reading)
     if not isinstance(value, str):
         raise InvalidInput(
             f"target: expected a block, a 'block-type/name' slug, a URI or a path, found a {type(value).__name__}"
@@ -143,8 +143,8 @@ def _parse_target(
         kind = next(cls for cls in TARGET_TYPES if cls._client is location.client)
         return kind._from_location(value, location)  # noqa: SLF001  for this function
     if (slug := BLOCK_SLUG.fullmatch(value)) is None:
-        return _parse_folder(value, is_read=is_read)
-    if slug[1] not in (types := _target_types()):
+        return _parse_folder(value, for_reading=for_reading)
+    if slug[1] not in (types := _target_types_by_slug()):
         raise InvalidInput(
             f"{value!r}: {slug[1]!r} is not a type of target block; write './{value}' for a folder, or one of "
             f"{', '.join(sorted(types))} for a block"
@@ -152,7 +152,7 @@ def _parse_target(
     return slug[1], slug[2]
 
 
-def _require_writable(uri: str) -> None:
+def _reject_read_only_scheme(uri: str) -> None:
     """Reject a read-only scheme. The error leaves out the URI's text after `?`, which may be a signature."""
     scheme, _, rest = uri.partition("://")
     if scheme.lower() in _READ_ONLY_SCHEMES:
@@ -164,7 +164,7 @@ def _require_writable(uri: str) -> None:
         )
 
 
-def _parse_folder(text: str, *, is_read: bool) -> LocalTarget:
+def _parse_folder(text: str, *, for_reading: bool) -> LocalTarget:
     if _ENVIRONMENT_VARIABLE.match(text):
         raise InvalidInput(
             f"target: {text!r}: environment variables are not expanded; write os.path.expandvars({text!r}), or "
@@ -177,7 +177,7 @@ def _parse_folder(text: str, *, is_read: bool) -> LocalTarget:
         )
     path = Path(text)
     is_relative = not path.is_absolute() and not text.startswith("~")
-    if is_relative and not (is_read and path.is_dir()) and is_deployment_run():
+    if is_relative and not (for_reading and path.is_dir()) and is_deployment_run():
         raise InvalidInput(
             f"target: {text!r}: expected an absolute path or a URI in a run of a deployment, found a relative path: "
             f"it would be below the working directory of this run, {Path.cwd()}, which may be temporary and may differ "
@@ -199,13 +199,13 @@ def current_deployment_id() -> UUID | None:
     return run.deployment_id if run is not None else None
 
 
-def _target_types(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
+def _target_types_by_slug(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
     """Return all target classes in this process by slug, including the user's own classes."""
     kinds: dict[str, type[StorageTarget]] = {}
     for kind in base.__subclasses__():
         if not inspect.isabstract(kind):
             kinds[kind.get_block_type_slug()] = kind
-        kinds |= _target_types(kind)
+        kinds |= _target_types_by_slug(kind)
     return kinds
 
 

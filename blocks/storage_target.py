@@ -62,10 +62,10 @@ FILES_LOGO = block_logo_url("filesystem")
 
 # The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
 _MASK = re.compile(r"\*{8,}")
-_BOOKKEEPING = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
+_BLOCK_DOCUMENT_KEYS = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
 
 
-def _order_fields(schema: dict[str, Any], model: type[Block]) -> None:
+def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
     import_named_blocks(model)
     schema_extra(schema, model)
     required = schema.get("required", ())
@@ -81,7 +81,7 @@ class StrictBlock(Block, ABC):
     Invalid fields raise one `InvalidInput` of one line, without the field values, because they may be secrets.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_order_fields)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_extend_schema)
     _documentation_url: ClassVar[HttpUrl | None] = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
 
     def __init__(self, **fields: Any) -> None:
@@ -89,17 +89,17 @@ class StrictBlock(Block, ABC):
             super().__init__(**fields)
         except ValidationError as error:
             # from None: the cause would print the input, secrets included
-            messages = map(_format_error, error.errors(include_url=False))
+            messages = map(_format_validation_error, error.errors(include_url=False))
             raise InvalidInput(f"{type(self).__name__}: {'; '.join(messages)}") from None
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Return the slug. Prefect would compute it from the whole schema, which imports all blocks of the fields."""
+        """Return the slug. Prefect would compute it from the whole schema, and import the fields' blocks for it."""
         return cls.get_block_type_slug()
 
     @classmethod
     def register_type_and_schema(cls, *args: Any, **options: Any) -> Any:
-        import_named_blocks(cls)  # Prefect registers them first
+        import_named_blocks(cls)  # Prefect registers these blocks first
         return super().register_type_and_schema(*args, **options)
 
     @classmethod
@@ -115,7 +115,7 @@ class StrictBlock(Block, ABC):
         slug = values.get("block_type_slug")
         if slug not in (None, cls.get_block_type_slug()):
             raise ValueError(f"expected a block of type {cls.get_block_type_slug()!r}, found {slug!r}")
-        fields = {name: value for name, value in values.items() if name not in _BOOKKEEPING}
+        fields = {name: value for name, value in values.items() if name not in _BLOCK_DOCUMENT_KEYS}
         if masked := [name for name, value in iter_leaves(fields) if isinstance(value, str) and _MASK.fullmatch(value)]:
             name = values.get("_block_document_name") or "NAME"
             message = (
@@ -127,10 +127,10 @@ class StrictBlock(Block, ABC):
         for name in fields:
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown_field", "{message}", {"message": unknown_field_message(cls, name)})
-        return {name: value for name, value in fields.items() if not cls._is_empty_text(name, value)}
+        return {name: value for name, value in fields.items() if not cls._is_empty_optional_text(name, value)}
 
     @classmethod
-    def _is_empty_text(cls, name: str, value: object) -> bool:
+    def _is_empty_optional_text(cls, name: str, value: object) -> bool:
         """Return whether an optional text field is "", which Prefect sends for an empty field of a form."""
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
@@ -160,7 +160,7 @@ def unknown_field_message(cls: type[StrictBlock], name: str) -> str:
     return f"no field {name!r}: {did_you_mean_or_list(name, fields)}"
 
 
-def _format_error(detail: ErrorDetails) -> str:
+def _format_validation_error(detail: ErrorDetails) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "missing":
@@ -218,7 +218,7 @@ class StorageTarget(StrictBlock, ABC):
         """Return a context manager that yields the store. All operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration is invalid, independent of the target's answers.
+            InvalidInput: the configuration is invalid, whatever the target would answer.
             StoreRefused: the credentials cannot be read.
         """
 
@@ -236,7 +236,7 @@ class StorageTarget(StrictBlock, ABC):
 
         Errors of the target are not raised, but described by `message` of the result, in one line.
         """
-        return check_target(self, timeout=timeout)
+        return probe_target(self, timeout=timeout)
 
 
 class ObjectTarget(StorageTarget, ABC):
@@ -317,11 +317,8 @@ class ObjectTarget(StorageTarget, ABC):
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
-            fields = {
-                "allow_http": endpoint.startswith("http:"),
-                **fields,
-                "endpoint_url": endpoint,
-            }  # the URI has the scheme
+            # An endpoint in the URI that begins with http: permits HTTP.
+            fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}
         return cls(**fields)
 
     @property
@@ -423,10 +420,10 @@ class _ProbeError(Exception):
         self.step, self.error = step, error
 
 
-def check_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
+def probe_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
     """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
     try:
-        with _probe_step("open"), target.open(timeout=timeout) as store:
+        with _raising_probe_error("open"), target.open(timeout=timeout) as store:
             is_conditional, refuses_duplicate = store.conditional_create, _run_probes(store)
     except _ProbeError as failure:
         step, error = failure.step, failure.error
@@ -467,24 +464,25 @@ def _run_probes(store: ObjectStore) -> bool:
         with suppress(TuneError):  # report the first error
             store.delete(written)
         raise
-    with _probe_step("delete"):
+    with _raising_probe_error("delete"):
         store.delete(written)
         _require_equal([entry.path for entry in store.list(folder)], [], "deleted, then listed")
     return refuses_duplicate
 
 
 def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
+    """Write, read back and list an object; return whether a second create of the object was refused."""
     data = os.urandom(64)
-    with _probe_step("list"):  # before any write, so that an error here does not come from a missing write permission
+    with _raising_probe_error("list"):  # before any write: an error here is no missing write permission
         _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
-    with _probe_step("write"):
+    with _raising_probe_error("write"):
         create_or_recognize(store, path, data)
-    with _probe_step("read back"):
+    with _raising_probe_error("read back"):
         _require_equal(bytes(store.read(path)), data, "read back")
         _require_equal(store.size(path), len(data), "read the size of")
-    with _probe_step("list"):
+    with _raising_probe_error("list"):
         _require_equal([entry.path for entry in store.list(folder)], [path], "listed")
-    with _probe_step("write again"):
+    with _raising_probe_error("write again"):
         return not _try_create(store, path, os.urandom(64))
 
 
@@ -496,7 +494,7 @@ def _probe_race(store: ObjectStore, path: str) -> bool:
         start.wait()
         return _try_create(store, path, data)
 
-    with _probe_step("write at once"), ThreadPoolExecutor(_RACING_WRITER_COUNT) as racers:
+    with _raising_probe_error("write at once"), ThreadPoolExecutor(_RACING_WRITER_COUNT) as racers:
         return sum(racers.map(create, [os.urandom(64) for _ in range(_RACING_WRITER_COUNT)])) == 1
 
 
@@ -514,8 +512,8 @@ def _require_equal(actual: object, expected: object, action: str) -> None:
 
 
 @contextmanager
-def _probe_step(name: str) -> Iterator[None]:
+def _raising_probe_error(step: str) -> Iterator[None]:
     try:
         yield
     except TuneError as error:
-        raise _ProbeError(name, error) from error
+        raise _ProbeError(step, error) from error

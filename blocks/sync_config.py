@@ -187,7 +187,7 @@ class SyncConfig(StrictBlock):
     def validate_upload_dir(self) -> bool:
         """Return True if `upload_dir` is a valid target; do not connect to it.
 
-        If a user's syncer has a method `validate_upload_dir`, this method decides.
+        If a user's syncer has a method `validate_upload_dir`, the syncer's method decides.
 
         Raises:
             InvalidInput: `upload_dir` is not valid.

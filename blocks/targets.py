@@ -182,14 +182,14 @@ class FsspecTarget(StorageTarget):
 
     @classmethod
     def _from_location(cls, uri: str, location: Location) -> Self:
-        fsspec_class(location.scheme)  # report a missing package now, not in the middle of a run
+        load_fsspec_class(location.scheme)  # report a missing package now, not in the middle of a run
         return cls(location=uri)
 
     @property
     def uri(self) -> str:
         return self.location
 
-    def options(self) -> Mapping[str, Any]:
+    def merge_options(self) -> Mapping[str, Any]:
         """Return all options, including secret ones."""
         secrets = {} if self.secret_options is None else self.secret_options.get_secret_value()
         if both := self.storage_options.keys() & secrets.keys():
@@ -200,10 +200,10 @@ class FsspecTarget(StorageTarget):
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
         deadline = Deadline.after(timeout)
         scheme = self.location.partition("://")[0]
-        kind = fsspec_class(scheme)
+        kind = load_fsspec_class(scheme)
         root = kind._strip_protocol(self.location)  # noqa: SLF001  fsspec's own way to read a URI
         url_options = kind._get_kwargs_from_urls(self.location)  # noqa: SLF001  as above
-        factory = partial(open_fsspec_store, scheme, root, {**url_options, **self.options()})
+        factory = partial(open_fsspec_store, scheme, root, {**url_options, **self.merge_options()})
         if scheme in _IN_PROCESS_SCHEMES:
             yield factory()
         else:
@@ -211,7 +211,7 @@ class FsspecTarget(StorageTarget):
                 yield store
 
 
-def fsspec_class(scheme: str) -> Any:
+def load_fsspec_class(scheme: str) -> Any:
     """Return fsspec's class for `scheme`; the import opens no connection.
 
     Raises:
@@ -355,7 +355,7 @@ class GcsTarget(ObjectTarget):
 
     @field_validator("service_account_json")
     @classmethod
-    def _validate_key_file(cls, secret: SecretStr | None) -> SecretStr | None:
+    def _validate_service_account_json(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is None:
             return None
         try:
@@ -373,11 +373,11 @@ class GcsTarget(ObjectTarget):
     def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import GCSStore
 
-        settings = {"service_account_key": self._service_account_key(), "base_url": self.endpoint_url}
+        settings = {"service_account_key": self._read_service_account_key(), "base_url": self.endpoint_url}
         config: Any = {name: value for name, value in settings.items() if value is not None}
         return partial(GCSStore, self.bucket, prefix=self.prefix or None, config=config)
 
-    def _service_account_key(self) -> str | None:
+    def _read_service_account_key(self) -> str | None:
         if self.anonymous:
             return _ANONYMOUS_KEY
         if self.credentials is not None:
@@ -439,7 +439,7 @@ class AzureTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        account = self.account_name or self._credential_options().get("account_name")
+        account = self.account_name or self._make_credential_options().get("account_name")
         if account is None:
             return f"az://{self.container}/{self._prefix_for_uri}".rstrip("/")
         return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_for_uri}".rstrip("/")
@@ -448,11 +448,11 @@ class AzureTarget(ObjectTarget):
         from obstore.store import AzureStore
 
         settings = {"account_name": self.account_name, "endpoint": self.endpoint_url}
-        config: Any = {**self._credential_options(), **{name: value for name, value in settings.items() if value}}
+        config: Any = {**self._make_credential_options(), **{name: value for name, value in settings.items() if value}}
         config |= {"skip_signature": True} if self.anonymous else {}
         return partial(AzureStore, self.container, prefix=self.prefix or None, config=config)
 
-    def _credential_options(self) -> Mapping[str, str]:
+    def _make_credential_options(self) -> Mapping[str, str]:
         if self.credentials is not None:
             return azure_options(self.credentials)
         if self.connection_string is not None:

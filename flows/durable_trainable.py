@@ -45,7 +45,7 @@ class TrialResult(RenamedMembers):
     attempts: int
     """Number of attempts in all runs."""
     recomputed_steps: int
-    """Known number of steps that were trained again."""
+    """Number of steps that are known to have been trained again."""
     recomputed_is_lower_bound: bool
     """Whether more steps may have been trained again, because a run was lost together with its last reports."""
 
@@ -102,7 +102,7 @@ def durable_trainable(
             credentials into blocks, which hide them.
         experiment: name of the experiment on the target. Reusing a name resumes the training. Default: the id of the
             flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow run,
-            and each further call a name that begins with this id.
+            and each further call uses a name that begins with this id.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
             metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
@@ -113,8 +113,8 @@ def durable_trainable(
         processes_per_trial: how many processes train together, each with the whole trainable and a rank in the
             environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
             as the attempt has GPUs, or CPUs if it has no GPUs, at least 1 and at most 8.
-        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
-            all ranks of each number that every rank reports.
+        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`; or, for each number
+            that every rank reports, the `mean` over all ranks.
         grace_period_seconds: seconds that the trial may take to save after SIGTERM or a cancellation.
         silence_timeout_seconds: seconds without a report after which a hung trial is restarted. Default: never.
 
@@ -128,7 +128,7 @@ def durable_trainable(
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations restarted this run repeatedly, without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
-        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
     parameters = dict(locals())  # `SearchPlan` has fields of the same names, except `config`
     parameters.pop("config")

@@ -47,9 +47,9 @@ def maintain(
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
 
     The flow may run at any time, even during experiments or another maintenance. It takes over no experiment, and
-    deletes nothing that is referenced or that a save in progress may reference. The next run completes an interrupted
-    run. If the flow finds damage, it first completes all other work, and then fails. The report lists all damage, and
-    is an artifact of the run. If an object cannot be read, the flow reports the object and continues.
+    deletes nothing that is referenced or that a save in progress may reference. The next run completes the work of an
+    interrupted run. If the flow finds damage, it first completes all other work, and then fails. The report lists all
+    damage, and is an artifact of the run. If an object cannot be read, the flow reports the object and continues.
 
     ```python
     report = pt.maintain("runs", verify="all", retention=pt.Retention(last=1))
@@ -65,13 +65,13 @@ def maintain(
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
-        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Cloned checkpoints, each
-            trial's newest checkpoint, the best checkpoint and all of the best trial are always kept. Default: keep all.
-        time_budget_seconds: seconds after which no work begins. Each day begins with another experiment. Default: none.
+        retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Default: all. Always kept:
+            the best checkpoint, each trial's newest checkpoint, cloned checkpoints, and those of the best trial.
+        time_budget_seconds: seconds after which no work begins. Each day, another experiment is first. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:
-        MaintenanceReport: what was read, damaged, deleted, and skipped with the reason.
+        MaintenanceReport: what was read, deleted or found damaged; and what was skipped, with the reason.
 
     Raises:
         DamageFound: a checkpoint or a journal is damaged; `report` has the report.
@@ -105,7 +105,7 @@ def maintain(
 
 
 def _match_experiments(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of matching experiments, also of deleted experiments with remaining objects.
+    """Return the names of matching experiments, including deleted experiments whose objects remain.
 
     Raises `InvalidInput` if a pattern matches no name.
     """

@@ -93,7 +93,7 @@ def resume(
             grid, how often each point is tried in total; see `tune`. Default: the number in the journal.
         samples_per_run: how many samples this run adds, instead of `num_samples`; see `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`; trials that do not meet it yet continue.
-        rerun_errored: retry errored trials, with their configurations; `only` trains no others.
+        rerun_errored: retry errored trials, with their configurations; `only` trains only these.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
             target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
@@ -102,7 +102,7 @@ def resume(
             from its newest remaining checkpoint, or from the beginning, and the log reports it.
         space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials count.
         search: another search algorithm from now on; required if the journal's algorithm has no JSON form.
-        scheduler: another scheduler from now on, such as `{"ASHA": {"max_t": 81}}`; required in the same case.
+        scheduler: another scheduler, such as `{"ASHA": {"max_t": 81}}`; required if the old one has no JSON form.
         warm_start: experiments whose finished trials the search learns from; see `tune`.
         allow_missing_metric: whether reports may lack the metric from now on; see `tune`.
         max_concurrent_trials: how many trials train at once from now on.
@@ -113,13 +113,13 @@ def resume(
         min_nodes: number of nodes with which an attempt begins from now on; see `tune`.
         metrics_from: which metrics a step of several processes reports from now on; see `tune`.
         trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
-            if the journal's name is not trusted: see `trusted_packages`.
+            if the trainable that the journal names is not trusted: see `trusted_packages`.
         callbacks: callbacks from now on. The journal cannot store callback objects: if they are not passed here, the
             search continues without them, and logs a warning.
         sync: periods and timeouts in seconds, and artifacts, from now on.
         trial_job_variables: job variables of trials that run as deployments from now on; see `tune`.
         trusted_packages: packages whose classes and functions the journal may name, such as `my_project`. Default:
-            the packages in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. All other code must be passed here, unless the
+            the packages in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. Pass all other code as parameters, unless the
             target is a folder that only this user can write to, or has a `signing_key` that signed the journal.
         on_code_change: whether to `warn` or to `refuse` if the source of the trainable has changed.
 
@@ -135,8 +135,8 @@ def resume(
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
             step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
-        StoreUnavailable: the target did not answer for too long. Run it again to continue.
-        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
+        StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     resolved = resolve_target(target)

@@ -39,7 +39,7 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
     attempt_request = parse_request(request)
     train = partial(run_interruptible, grace=spec.grace_period, poll_interval=spec.sync.request_period)
     with isolated_run_context(), TrialProcessPool(slots=0) as pool:
-        # The import overlaps the opening of the journal.
+        # The trainable is imported while the journal is read.
         pool.start_import(spec.trainable, get_run_logger(), attempt_request.environment)
         channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool)
         if node:

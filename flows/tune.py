@@ -100,7 +100,7 @@ def tune(
             secrets into a block: its secret fields are hidden.
         experiment: name of the experiment on the target. Reusing a name resumes the experiment. Default: the id of
             the flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow
-            run, and each further call a name that begins with this id.
+            run, and each further call uses a name that begins with this id.
         metric: the reported metric to compare trials by, such as `loss`, or `eval/loss` if it is nested; or several.
         mode: whether the metric is minimized (`min`) or maximized (`max`); one mode for all metrics, or one for each.
             Default: `min`, with a warning for a name such as `accuracy`.
@@ -108,8 +108,8 @@ def tune(
             1 for a grid without other sampled values; or the number in `search`.
         samples_per_run: how many samples each run of a schedule adds to the samples of earlier runs, instead of
             `num_samples`. Unfinished samples come first. A restart (Retry, Resume, automation) adds no samples.
-        stop: limits of metrics at which a trial is finished, such as `{"step": 100}`, reached from below (`>=`, like
-            Ray), and limits of the experiment, such as `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
+        stop: a trial is finished when a metric reaches a limit (`>=`, like Ray), such as `{"step": 100}`. Limits of the
+            experiment end the search, such as `MaxFailures` in `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
@@ -130,7 +130,7 @@ def tune(
             None: the same error in three trials ends it, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not. Ray's values, such as `auto+errored`, are also accepted.
-        rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains no others.
+        rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains only these.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
             `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and do not count.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
@@ -138,7 +138,7 @@ def tune(
             each attempt, on the work pool of `trial_deployment`.
         trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
         trial_job_variables: job variables of these flow runs, such as CPU and memory, with the work pool's names.
-        trial_tags: tags of each attempt's task run, and of its flow run as a deployment. Prefect's limits by tag apply.
+        trial_tags: tags of each attempt's task run, and of its flow run if it has one. Prefect's limits by tag apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
@@ -150,10 +150,10 @@ def tune(
             Dask or Ray, with `processes_per_trial` ranks; the nodes share only the target.
         min_nodes: number of nodes with which an attempt begins if the others have not begun after 2 minutes.
             Default: all.
-        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`, or the `mean` over
-            all ranks of each number that every rank reports.
-        reuse: how trials share the import of the trainable's module. `auto`: one process imports it, and trials are
-            forked from it if that is safe; `never`: each trial's process imports it.
+        metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`; or, for each number
+            that every rank reports, the `mean` over all ranks.
+        reuse: how trials share the import of the trainable's module. `auto`: one process imports the module, and trials
+            are forked from this process if that is safe; `never`: each trial's process imports the module.
         grace_period_seconds: seconds that trials may take to save after the search stops; increase it for longer steps.
         silence_timeout_seconds: seconds without a report after which a hung trial is restarted. Default: never.
 
@@ -167,8 +167,8 @@ def tune(
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
             step; `results` has the Results. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
-        StoreUnavailable: the target did not answer for too long. Run it again to continue.
-        StoreRefused: the target refused requests (wrong credentials) at the start or for too long. Run it again.
+        StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
+        StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
     # Only calls need these modules: `flow_with_server` imports them while the server starts and the trainable loads.

@@ -134,7 +134,7 @@ def publish_checkpoint(
         timeout_seconds: limit of each try. No upload continues in the background after it.
 
     Raises:
-        AlreadyCommitted: the key has another save.
+        AlreadyCommitted: another save has committed a checkpoint with this key.
         InvalidInput: the directory has an entry that cannot be saved.
         PartMissing: a node did not add its part; not retried, and nothing was committed.
         StagedFilesChanged: a file in the directory changed during the save.
@@ -205,7 +205,7 @@ def delete_retired_checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class PrefectAttemptTasks:
-    """Implements `AttemptTasks` for one trial, by task runs that the calling task starts."""
+    """Implements `AttemptTasks` for one trial: the calling task starts a task run for each call."""
 
     spec: TrialSpec
 
@@ -257,11 +257,11 @@ def save_checkpoint(
 ) -> CommittedCheckpoint:
     """Publish a local directory as the checkpoint of a trial's step; on return it is committed and durable.
 
-    From its first save on, the flow run owns the experiment: saves of other runs then fail, and a run that is started
-    again takes over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry: call
-    `restore_experiment_state`, which adopts this checkpoint, before `restore_checkpoint`. The next save sends only the
-    missing bytes. A step whose save failed can be saved again, with the same files or with others. Saving a committed
-    step again with the same files returns its checkpoint and sends nothing.
+    From its first save on, the flow run owns the experiment: saves of other runs then fail. A run that is started again
+    takes the experiment over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry. In
+    that case call `restore_experiment_state`, which adopts this checkpoint, before `restore_checkpoint`. The next save
+    sends only the missing bytes. A step whose save failed can be saved again, with the same files or with others.
+    Saving a committed step again with the same files returns its checkpoint and sends nothing.
 
     Save one trial's steps one after the other; different trials may save at the same time (`.map`). With `.submit`,
     pass `wait_for=[the previous save]`.
@@ -336,7 +336,7 @@ class _CheckpointSave:
         committed, quarantined, retired = make_commit_events(
             self._target, trial, save, self._args.retention or Retention(), time.monotonic() - started_at, self._log
         )
-        events: list[Event] = [*self._report_events(state), committed, *quarantined]
+        events: list[Event] = [*self._make_report_events(state), committed, *quarantined]
         state = write_if_unchanged(self._target, state, trial.id, events)
         if not is_live_checkpoint(state.trial(trial.id), save.manifest.key):
             raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
@@ -371,19 +371,19 @@ class _CheckpointSave:
             f"or go back with pt.delete_checkpoint(step={newest.step}); or choose another trial name"
         )
 
-    def _report_events(self, state: Experiment) -> Sequence[StepReported]:
-        """Return the report of this step, unless it was journaled before its checkpoint."""
+    def _make_report_events(self, state: Experiment) -> Sequence[StepReported]:
+        """Return the event that reports this step; none if the step was journaled before its checkpoint."""
         trial = self._folder.trial
         return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
     def _publish_directory(self, state: Experiment) -> SaveResult:
-        """Publish the checkpoint for the journal entry after `state`.
+        """Publish the directory as a checkpoint that the journal entry after `state` will name.
 
         Raises:
             SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. The
                 earlier save may have other files, so it is abandoned, and this save needs another name.
         """
-        trial, reports = state.trial(self._folder.trial), [event.report for event in self._report_events(state)]
+        trial, reports = state.trial(self._folder.trial), [event.report for event in self._make_report_events(state)]
         metadata = make_checkpoint_metadata(self._folder, trial, state.term, self._report, reports, self._stamp)
         try:
             return publish_checkpoint.fn(
@@ -424,9 +424,9 @@ def restore_checkpoint(
 ) -> RestoredCheckpoint | None:
     """Download a checkpoint of a trial, by default the newest, and verify every byte; all files or none appear.
 
-    It reads any experiment, also of a running search, and takes no ownership. If a checkpoint is damaged, it is
-    quarantined, an error is logged, and the previous checkpoint is restored. If a name is not on the target, but is
-    similar to an existing name, a warning is logged. For the others, like `timeout_seconds`, see `save_checkpoint`.
+    The task reads any experiment, also a running search, and takes no ownership. It quarantines a damaged checkpoint,
+    logs an error, and restores the previous checkpoint. If a name is not on the target, but is similar to an existing
+    name, it logs a warning. For the other arguments, such as `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     restored = pt.restore_checkpoint(target="runs", experiment="descent")
@@ -467,7 +467,7 @@ def restore_checkpoint(
 
 def _restore_newest_intact(args: RestoreArguments, state: Experiment, trial: Trial | None) -> RestoredCheckpoint | None:
     folder, timeout = state.trial_key(args.trial), timedelta(seconds=args.timeout_seconds)
-    for checkpoint in _select_candidates(args, state, trial):
+    for checkpoint in _list_restore_candidates(args, state, trial):
         key = folder.checkpoint_key(checkpoint)
         try:
             path = args.target.checkpoint(key).to_directory(args.directory, timeout=timeout)
@@ -492,7 +492,7 @@ def _restore_newest_intact(args: RestoreArguments, state: Experiment, trial: Tri
     )
 
 
-def _select_candidates(args: RestoreArguments, state: Experiment, trial: Trial | None) -> Sequence[CheckpointRef]:
+def _list_restore_candidates(args: RestoreArguments, state: Experiment, trial: Trial | None) -> Sequence[CheckpointRef]:
     """Return the checkpoints to try, newest first."""
     newest_first = list(reversed(trial.checkpoints)) if trial else []
     if args.step is None:
@@ -517,7 +517,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
             is_quarantined = quarantine(store, key.trial.journal_key, {key: reason}, new_write_stamp())
-    except StoreRefused as refused:  # live, but these credentials may only read, or the target allows one writer only
+    except StoreRefused as refused:  # it is live, but these credentials may only read, or there may be one writer only
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
@@ -531,7 +531,7 @@ def delete_checkpoint(
 ) -> int:
     """Delete the checkpoint of a trial's step: first in the journal, then the bytes that no other checkpoint needs.
 
-    The flow run then owns the experiment, like after `save_checkpoint`. A quarantined checkpoint of the step is deleted
+    The flow run then owns the experiment, as after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
     goes back to the previous checkpoint, and may save the step again. If the trial is running, its next attempt begins
     at once, so that `show` and results show the previous checkpoint. For `timeout_seconds`, see `save_checkpoint`.
@@ -556,8 +556,8 @@ def delete_checkpoint(
     """
     args = DeleteArguments(**locals())
 
-    def retire_step() -> tuple[Experiment, Sequence[CheckpointKey]]:
-        """Retire the checkpoints of the step; return all that are to be deleted, also after an interrupted deletion."""
+    def retire_checkpoints() -> tuple[Experiment, Sequence[CheckpointKey]]:
+        """Retire the step's checkpoints; return all checkpoints to delete, also those of an interrupted deletion."""
         state = ensure_ownership(args.target, args.experiment)
         current, folder = state.trial(args.trial), state.trial_key(args.trial)
         checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))
@@ -581,7 +581,7 @@ def delete_checkpoint(
         where = f"experiment {args.experiment!r} at {args.target.uri}"
         hint = did_you_mean_or_list(args.trial, existing.trials)
         raise InvalidInput(f"{where} has no trial {args.trial!r}; {hint}. Nothing was deleted")
-    state, to_delete = retry_on_conflict(retire_step)
+    state, to_delete = retry_on_conflict(retire_checkpoints)
     if not to_delete:
         return 0
     folder, current = state.trial_key(args.trial), state.trial(args.trial)

@@ -84,7 +84,7 @@ def acquire_experiment(
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
     A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
-    become waiting trials. If the experiment does not exist yet, it is created empty.
+    become pending. If the experiment does not exist yet, it is created empty.
 
     Args:
         key: the experiment's journal, from `read_experiment_by_name`.
@@ -135,8 +135,8 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
     Afterwards all saves of other runs and of this run's earlier tries fail. A checkpoint whose save was killed just
-    before its journal entry is adopted, and running trials become waiting trials. The first `save_checkpoint` of a flow
-    run does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
+    before its journal entry is adopted, and running trials become pending. The first `save_checkpoint` of a flow run
+    does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
     finished. To read without taking over, use `pt.load_results`. If the experiment is new and another experiment on the
     target has a similar name, the task logs a warning.
 
@@ -179,7 +179,7 @@ def sync_experiment_state(
 ) -> ExperimentState:
     """Write to the journal what no checkpoint contains: reports, a configuration, the end of a trial.
 
-    One call writes one durable entry. A repeated call writes nothing. The flow run then owns the experiment, like after
+    One call writes one durable entry. A repeated call writes nothing. The flow run then owns the experiment, as after
     `save_checkpoint`.
 
     ```python
@@ -246,7 +246,7 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
     """Return the reports that are not in the journal yet.
 
     A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
-    steps are new, unless the trial ended with the same reports: then the call is a repeated call.
+    steps are new, unless the trial has ended and its last report is the last of these: the call is then a repetition.
     """
     if trial is None:
         return reports
@@ -281,7 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    Logs a warning for each trial that lost checkpoints to the origin, or whose checkpoints are all quarantined.
+    Logs a warning for each trial with checkpoints that the origin has deleted, or with only quarantined checkpoints.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -297,14 +297,16 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         origin = _load_experiment(store, request.experiment)
         if not origin.entry_count:
             raise ResumeFailed(f"nothing was started: {no_experiment_message(store, request.experiment, target.uri)}")
-        point = _load_requested_point(store, request, origin, destination)
+        point = _load_requested_fork_point(store, request, origin, destination)
         settings: Mapping[str, object] = {"seed": seed_from_name(request.experiment), **strip_signature(point.settings)}
         key = target.signing_secret
         if key is not None and has_valid_signature(point.settings, request.experiment, key):
             settings = add_signature(settings, request.into, key)  # unsigned settings stay unsigned
         point = replace(point, settings=settings)
         if request.strict and (deleted := find_lost_checkpoints(store, point)):
-            raise CheckpointNotFound(f"{point.origin}: deleted since: {_format_steps(deleted)}. Nothing was started")
+            raise CheckpointNotFound(
+                f"{point.origin}: checkpoints deleted since: {_format_steps(deleted)}. Nothing was started"
+            )
         into = begin_fork(store, destination.key, point.origin, request.owner, request.stamp)
         result = complete_fork(store, point, into, request.stamp)
         fork, log = result.experiment, get_run_logger()
@@ -320,20 +322,20 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
 
 
 def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
-    """Return the state of the origin from which the fork begins; None if the fork has begun, or has no origin.
+    """Return the state of the origin from which the fork begins; None if the fork has begun, or there is no origin.
 
     Writes nothing. Raises the errors of `fork_experiment`, which also reports a missing origin.
     """
 
-    def load_source() -> Experiment | None:
+    def load_origin() -> Experiment | None:
         with _open_store_for_fork(target, request) as store:
             destination = _load_experiment(store, request.into)
             origin = _load_experiment(store, request.experiment)
             if destination.entry_count or not origin.entry_count:
                 return None
-            return _load_requested_point(store, request, origin, destination).experiment
+            return _load_requested_fork_point(store, request, origin, destination).experiment
 
-    return with_retries(load_source)
+    return with_retries(load_origin)
 
 
 @contextmanager
@@ -351,10 +353,10 @@ def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
     return origin is not None and origin.experiment == request.experiment and request.at in (None, origin.number)
 
 
-def _load_requested_point(
+def _load_requested_fork_point(
     store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
 ) -> ForkPoint:
-    """Return the origin at the requested entry; by default, at the entry that an earlier try forked, or at the last."""
+    """Return the origin at the requested entry; by default, at the entry that an earlier try forked, else the last."""
     earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     point = load_fork_point(store, origin.key, entry)

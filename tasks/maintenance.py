@@ -1,4 +1,4 @@
-"""The maintenance tasks: verify, quarantine, prune and collect the garbage of one experiment, also while it runs."""
+"""The maintenance tasks of one experiment, also while it runs: verify, quarantine, prune, and collect garbage."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.storage_retries import READ_TIMEOUT, TASK_RETRY_OPTIONS
 
 _TIMEOUT = timedelta(minutes=30)
-_MAX_START_SHARE = 0.8
-"""The share of a try's timeout after which the try starts no further item; the rest is for the current item."""
+_MAX_START_FRACTION = 0.8
+"""The fraction of a try's timeout after which the try starts no further item; the rest is for the current item."""
 
 
 @task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **TASK_RETRY_OPTIONS)
@@ -82,10 +82,10 @@ def quarantine_checkpoints(
 
 @task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **TASK_RETRY_OPTIONS)
 def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retention, *, dry_run: bool = False) -> int:
-    """Retire the checkpoints of a finished experiment that `policy` does not keep; return their number.
+    """In a finished experiment, retire the checkpoints that `policy` does not keep; return their number.
 
-    It retires nothing while a trial has not ended, and never the best checkpoint or a checkpoint of the best trial. A
-    dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
+    It retires nothing while a trial has not ended, and keeps the best checkpoint and all checkpoints of the best trial.
+    A dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
         retirements = retire_unkept_checkpoints(store, journal, policy, new_write_stamp(), dry_run=dry_run)
@@ -96,7 +96,7 @@ def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retent
 def collect_garbage(
     target: StorageTarget, journal: JournalKey, *, dry_run: bool = False, until: datetime | None = None
 ) -> ExperimentGarbage:
-    """Delete the objects of an experiment that nothing refers to, and return them; see `trial_gc`.
+    """Delete an experiment's objects to which nothing refers, and return them; see `trial_gc`.
 
     Args:
         dry_run: only list the objects; delete and write nothing.
@@ -111,6 +111,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a check whether another item may start: before `until`, and before 80 % of this try's timeout is over."""
-    deadline = datetime.now(UTC) + _MAX_START_SHARE * _TIMEOUT
+    """Return a function that tells whether another item may start: before `until` and 80 % of this try's timeout."""
+    deadline = datetime.now(UTC) + _MAX_START_FRACTION * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

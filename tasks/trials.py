@@ -101,7 +101,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
 def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel) -> State[Any]:
     """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
-    Dask and Ray repeat the task if its worker is lost; the attempt has then begun without this node.
+    Dask and Ray repeat the task if its worker is lost. By then, the attempt has begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quiet_inner_tasks(), retrying_refusals(), closing(channel):
@@ -129,9 +129,9 @@ def run_trial(
 ) -> TrialState:
     """Run one attempt of a trial: restore its newest checkpoint, train, commit each checkpoint, journal the end.
 
-    The trainable runs in its own process, like in `durable_trainable`. A repeated call, by a retry or a later flow
+    The trainable runs in its own process, as in `durable_trainable`. A repeated call, by a retry or a later flow
     run, continues the trial from its newest committed checkpoint; a finished trial is returned at once. The flow run
-    owns the experiment, like after `save_checkpoint`; it may run several trials at once (`.map`).
+    owns the experiment, as after `save_checkpoint`; it may run several trials at once (`.map`).
     For retries with budgets and a live report, call `durable_trainable` instead.
 
     ```python
@@ -178,7 +178,7 @@ def run_trial(
     if result.phase is not Phase.FINISHED:
         with isolated_run_context():  # otherwise uploads would wait for slots of this task's tags
             result, outcome = run_interruptible(
-                lambda stop: _run_attempt(spec, state, stop),
+                lambda stop: _run_attempt_without_search(spec, state, stop),
                 grace=spec.grace_period,
                 poll_interval=spec.sync.request_period,
             )
@@ -189,7 +189,7 @@ def run_trial(
 
 
 def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopper) -> Experiment:
-    """Make the trial wait for an attempt, unless it has finished and meets the current stop criterion."""
+    """Make the trial pending, unless it has finished and meets the current stop criterion; return the experiment."""
     state, name = ensure_ownership(spec.target, spec.trial.experiment), spec.trial.trial
     require_same_training(state, spec, config)
     trial = state.trials.get(name)
@@ -207,7 +207,7 @@ def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopp
     return write_if_unchanged(spec.target, state, name, [event]) if event else state
 
 
-def _run_attempt(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
+def _run_attempt_without_search(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
         channel = InProcessChannel(spec.trial.trial, lambda _: None, pool)
         channel.stop = stop

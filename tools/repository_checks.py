@@ -86,7 +86,7 @@ def check_extras() -> Iterator[str]:
         (extra, [module]) for module, extra in re.findall(r"""require_package\("(\w+)", "(\w+)\"""", source)
     ]
     extra_modules += [
-        (name.removeprefix("prefect-"), [name]) for name in re.findall(r'NamedBlocks\("([\w-]+)"', source)
+        (name.removeprefix("prefect-"), [name]) for name in re.findall(r'LazyBlockTypes\("([\w-]+)"', source)
     ]
     if len(extra_modules) != 8 + 3 + 3:
         yield f"expected 14 errors of missing packages in the code, found {len(extra_modules)}"

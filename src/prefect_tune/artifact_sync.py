@@ -67,8 +67,8 @@ class Syncer(ABC):
     """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
     A subclass needs only the three abstract methods; its constructor need not call this constructor. Each attempt of a
-    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may end their
-    work before they return, or in the background. A subclass that works in the background should override `wait`, to
+    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may finish
+    before they return, or in the background. A subclass that works in the background should override `wait`, to
     raise the errors, and `retry`.
     """
 
@@ -258,9 +258,9 @@ class TargetSyncer(Syncer):
         self._target = target
         self._last_command: _Command | None = None
         self._failed_commands: dict[_Command, Exception | None] = {}
-        self._init_queue()
+        self._init_runtime_state()
 
-    def _init_queue(self) -> None:
+    def _init_runtime_state(self) -> None:
         self._state = threading.Condition()
         self._queue: deque[_Command] = deque()
         self._running_command: _Command | None = None
@@ -282,7 +282,7 @@ class TargetSyncer(Syncer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._init_queue()
+        self._init_runtime_state()
 
     def sync_up(self, local_dir: str, remote_dir: str, exclude: list[str] | None = None) -> bool:
         """Queue a sync of the changed files of `local_dir`, and return True.
@@ -291,20 +291,20 @@ class TargetSyncer(Syncer):
             InvalidInput: `remote_dir` is not a valid target or folder, or this syncer is closed.
         """
         return self._enqueue_command(
-            _Command(SyncAction.UP, remote_dir, _absolute_path(local_dir), _drop_built_in_patterns(exclude))
+            _Command(SyncAction.UP, remote_dir, _make_absolute(local_dir), _drop_built_in_patterns(exclude))
         )
 
     def sync_down(self, remote_dir: str, local_dir: str, exclude: list[str] | None = None) -> bool:
-        """Queue a download of the files below `remote_dir` into `local_dir`, like `sync_up`.
+        """Queue a download of the files below `remote_dir` into `local_dir`; return and raise like `sync_up`.
 
         If `remote_dir` has no files, `wait` raises `CheckpointNotFound`, which is a `FileNotFoundError`.
         """
         return self._enqueue_command(
-            _Command(SyncAction.DOWN, remote_dir, _absolute_path(local_dir), _drop_built_in_patterns(exclude))
+            _Command(SyncAction.DOWN, remote_dir, _make_absolute(local_dir), _drop_built_in_patterns(exclude))
         )
 
     def delete(self, remote_dir: str) -> bool:
-        """Queue the deletion of everything below `remote_dir`, like `sync_up`."""
+        """Queue the deletion of everything below `remote_dir`; return and raise like `sync_up`."""
         return self._enqueue_command(_Command(SyncAction.DELETE, remote_dir))
 
     def retry(self) -> None:
@@ -441,7 +441,7 @@ class TargetSyncer(Syncer):
         self._next_start_seconds = self._clock() + pause_seconds
 
     def _report_left_out_files(self, directory: str, left_out: Mapping[str, str]) -> None:
-        """Report each path that is left out once."""
+        """Report each path that is left out, but only once."""
         new = {path: reason for path, reason in left_out.items() if f"{directory}/{path}" not in self._reported_paths}
         if not new:
             return
@@ -456,7 +456,7 @@ class TargetSyncer(Syncer):
         self.warn(f"left out of the sync of artifacts: {listing}{more}")
 
     def _resolve_folder(self, remote: str) -> tuple[StorageTarget, str]:
-        """Return the target and folder of `remote`; without `target`, the parent of the URI is the target."""
+        """Return the target and folder of `remote`; if the syncer has no target, the URI's parent is the target."""
         if self._target is None:
             if "://" not in remote and not remote.startswith(("/", "./", "../", "~")):
                 return resolve_target(remote), ""  # a block's slug
@@ -475,7 +475,7 @@ class TargetSyncer(Syncer):
         return self._target, folder
 
 
-def _absolute_path(local_dir: str) -> str:
+def _make_absolute(local_dir: str) -> str:
     """Return the absolute path: the working directory may change before the command runs."""
     return os.path.abspath(local_dir)  # noqa: PTH100  links stay as written
 
@@ -507,8 +507,8 @@ class ArtifactMirror:
         """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
 
         It deletes only files that this mirror sent or received. The result contains links that lead out of the
-        directory or to folders, entries that are neither a file nor a folder or cannot be read, names that not every
-        target accepts, and matches of `NON_ARTIFACT_PATTERNS`; but no excluded files, empty folders, or files that
+        directory or to folders, entries that cannot be read or are no file or folder, names that some targets reject,
+        and matches of `NON_ARTIFACT_PATTERNS`. It contains no excluded files, no empty folders, and no files that
         vanish before they are read. On the target, the paths in the result and all paths below them stay unchanged.
 
         Raises:
@@ -522,7 +522,7 @@ class ArtifactMirror:
         local = dict(_scan_files(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
         if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_path_left_out(path, left_out)):
-            store.delete([_object_key(folder, path) for path in deleted])  # before a file takes the name of a folder
+            store.delete([_make_object_key(folder, path) for path in deleted])  # before a file takes a folder's name
             for path in deleted:
                 del mirrored[path]
 
@@ -537,7 +537,7 @@ class ArtifactMirror:
             mirrored[path] = None
             try:
                 with file:
-                    store.replace(_object_key(folder, path), _FilePieces(file.fileno()))
+                    store.replace(_make_object_key(folder, path), _FilePieces(file.fileno()))
             except InvalidInput as unsendable:  # a disk error, or a name that the store reserves
                 left_out[path] = str(unsendable)
                 del mirrored[path]
@@ -555,7 +555,7 @@ class ArtifactMirror:
         Raises:
             CheckpointNotFound: the target has no files there. It is also a `FileNotFoundError`.
             CheckpointCorrupt: a key would lead out of the directory. Nothing is downloaded.
-            InvalidInput: a local link or file has the name of a remote folder, or a local folder the name of a file.
+            InvalidInput: a local link or file has a remote folder's name, or a local folder has a remote file's name.
         """
         self._mirrored.clear()
         files = [file for file in list_plain_tree(store, folder).files if not matches_any_pattern(file.path, excludes)]
@@ -565,12 +565,12 @@ class ArtifactMirror:
             partial_file = local.with_name(f".{uuid.uuid4().hex}.part")
             try:
                 with partial_file.open("xb") as writing:
-                    writing.writelines(_read_pieces(store, _object_key(folder, file.path), file.size_bytes))
+                    writing.writelines(_read_pieces(store, _make_object_key(folder, file.path), file.size_bytes))
                 partial_file.replace(local)
             except BaseException:
                 partial_file.unlink(missing_ok=True)
                 raise
-            self._mirrored[file.path] = _stamp_of(local.stat())
+            self._mirrored[file.path] = _make_file_stamp(local.stat())
 
         for _ in store.map(download_file, files):
             pass
@@ -595,11 +595,11 @@ def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
 
-def _object_key(folder: str, path: str) -> str:
+def _make_object_key(folder: str, path: str) -> str:
     return f"{folder}/{path}" if folder else path  # the folder may be the root of a target
 
 
-def _stamp_of(status: os.stat_result) -> _FileStamp:
+def _make_file_stamp(status: os.stat_result) -> _FileStamp:
     return (status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -652,7 +652,7 @@ def _scan_files(
                 elif entry.is_dir(follow_symlinks=False):
                     pending.append(path)
                 else:
-                    yield path, _stamp_of(entry.stat())
+                    yield path, _make_file_stamp(entry.stat())
             except FileNotFoundError:
                 continue  # deleted since the folder was read
             except OSError as error:
@@ -666,7 +666,7 @@ def _unsendable_reason(directory: Path, path: str, folder: str, entry: os.DirEnt
         return "its name has a backslash"
     if _INVALID_KEY_CHARACTER.search(path):
         return "its name has control characters"
-    if len(_object_key(folder, path).encode()) > _MAX_KEY_BYTES:
+    if len(_make_object_key(folder, path).encode()) > _MAX_KEY_BYTES:
         return f"its path on the target is longer than {_MAX_KEY_BYTES} bytes"
     if matches_any_pattern(path, NON_ARTIFACT_PATTERNS):
         return "files of this name are never artifacts"

@@ -142,14 +142,14 @@ def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeCh
             f"{choice.checkpoint}; choose other checkpoint to resume from that step"
         )
     if choice.action == "extend":
-        _require_larger_limits(choice, limits, requested, current)
+        _validate_extension(choice, limits, requested, current)
     if choice.action == "other checkpoint" and choice.checkpoint not in limits.checkpoints:
         steps = ", ".join(map(str, limits.checkpoints)) or "none"
         raise InvalidInput(f"checkpoint: expected the step of a checkpoint ({steps}), found {choice.checkpoint}")
     return choice
 
 
-def _require_larger_limits(
+def _validate_extension(
     choice: ResumeChoice, limits: ResumeLimits, requested: Mapping[str, float], current: Mapping[str, float]
 ) -> None:
     if smaller := [name for name, value in requested.items() if 0 < value < current[name]]:
@@ -175,8 +175,8 @@ def _require_larger_limits(
         )
 
 
-def extend_stop(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return the JSON form of a stop criterion with these limits in place of its own; 0 keeps a limit."""
+def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[object]:
+    """Return the JSON form of a stop criterion with these limits in place of its own; 0 keeps its own limit."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -204,7 +204,7 @@ class LastForm:
     """The answer, by field; None if the run has not been resumed."""
 
 
-def is_flow_run_suspendable() -> bool:
+def is_flow_run_resumable() -> bool:
     """Return whether *Resume* can start this flow run again: it must have a deployment, and must not be a subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
@@ -229,7 +229,7 @@ def read_last_form() -> LastForm | None:
 
     Find the form through the run's states: Prefect lists all states of a run, but only the oldest 200 of its inputs.
     """
-    if not is_flow_run_suspendable():
+    if not is_flow_run_resumable():
         return None
     run_id = current_flow_run().id
     with get_client(sync_client=True) as client:
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. Defaults for `with_initial_data` would drop titles and descriptions."""
+    """Return the form with these defaults. Defaults set by `with_initial_data` would drop titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -350,7 +350,7 @@ def is_form_answered(state: Experiment, key: str) -> bool:
     return any(answer.key == key for answer in state.answers)
 
 
-def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
+def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
     """Return the limits of the stop criterion `stop`, together with `samples` and the steps of `checkpoints`."""
     stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
@@ -366,14 +366,14 @@ def current_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int]
     )
 
 
-def extend_stop_by_choice(stop: object, choice: ResumeChoice) -> object:
+def apply_choice_to_stop(stop: object, choice: ResumeChoice) -> object:
     """Return the stop criterion, with the limits of the choice if its action is "extend"."""
     if choice.action != "extend":
         return stop
-    limits = current_limits(stop)
+    limits = make_resume_limits(stop)
     steps = choice.steps if choice.steps > limits.steps else 0
     hours = choice.hours if choice.hours > limits.hours else 0
-    return extend_stop(stop_to_json(stop), steps, hours) if steps or hours else stop
+    return replace_stop_limits(stop_to_json(stop), steps, hours) if steps or hours else stop
 
 
 # The work of a flow run from one suspension to the next.
@@ -419,7 +419,7 @@ class ResumeQuestion:
 
 
 def apply_answers(iteration: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
-    """Return `iteration` with the answers of this flow run applied; the run may be new, retried or resumed.
+    """Apply the answers of this flow run, and return the result; the run may be new, retried or resumed.
 
     Args:
         iteration: the plan, and the experiment if it has been read.
@@ -461,7 +461,7 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
     """Raise `Pause` if the flow run was suspended; first show the form if *Resume* can start the run again."""
     if not is_flow_run_suspended():
         return
-    if not is_flow_run_suspendable():
+    if not is_flow_run_resumable():
         raise Pause(state=get_suspension_state())  # keep the run's state
     suspend_with_form(question.make_form(plan, state, ""))
 
@@ -494,7 +494,7 @@ def guarding_ownership(iteration: RunIteration) -> Iterator[None]:
         yield
     except Superseded as error:
         owner = None
-        if is_flow_run_suspendable():
+        if is_flow_run_resumable():
             with suppress(TuneError):
                 owner = read_experiment_by_name(iteration.plan.target, iteration.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:
@@ -532,7 +532,7 @@ def format_resume_advice(state: Experiment) -> str:
 
 
 def prepare_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
-    """Return the first iteration of a search's flow run, with the samples that it adds and the answers so far."""
+    """Return the work of a search's flow run at its start, with the samples that it adds and the answers so far."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
         plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
@@ -543,11 +543,11 @@ def prepare_search_iteration(plan: SearchPlan, experiment: Experiment | None) ->
 
 
 def _get_search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
-    limits = current_limits(plan.stop, samples=_count_samples(plan))
+    limits = make_resume_limits(plan.stop, samples=_get_total_samples(plan))
     return limits.model_copy(update={"hours": 0.0, "scheduler_max_steps": getattr(plan.scheduler, "max_t", 0)})
 
 
-def _count_samples(plan: SearchPlan) -> int:
+def _get_total_samples(plan: SearchPlan) -> int:
     """Return the total number of samples; 0 if the search has no fixed number, or a number that no form can change."""
     if plan.search is None:
         return plan.num_samples or DEFAULT_NUM_SAMPLES
@@ -561,8 +561,8 @@ def _extend_search(plan: SearchPlan, choice: ResumeChoice) -> SearchPlan:
     if choice.action != "extend":
         return plan
     return plan.with_changes(
-        num_samples=choice.samples if choice.samples > _count_samples(plan) else plan.num_samples,
-        stop=extend_stop_by_choice(plan.stop, choice.model_copy(update={"hours": 0.0})),
+        num_samples=choice.samples if choice.samples > _get_total_samples(plan) else plan.num_samples,
+        stop=apply_choice_to_stop(plan.stop, choice.model_copy(update={"hours": 0.0})),
         time_budget_seconds=3600 * choice.hours if choice.hours else plan.time_budget_seconds,
     )
 
@@ -591,7 +591,7 @@ def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice
 def answer_events(spec: TrialSpec, state: Experiment, iteration: RunIteration) -> Sequence[Event]:
     """Return the event of the new answer and the events that apply it; () if another start of this run applied it.
 
-    All belong in one entry, so that a kill cannot separate them.
+    The caller writes all of them in one entry, so that a kill cannot separate them.
     """
     answer = iteration.answer
     if answer is None or is_form_answered(state, answer.event.key):
@@ -622,7 +622,7 @@ def _find_checkpoint(trial: Trial, step: int) -> CheckpointRef:
 
 def _get_training_limits(plan: SearchPlan, state: Experiment) -> ResumeLimits:
     steps = [checkpoint.step for trial in state.trials.values() for checkpoint in trial.checkpoints]
-    return current_limits(plan.stop, checkpoints=sorted(set(steps)))
+    return make_resume_limits(plan.stop, checkpoints=sorted(set(steps)))
 
 
 def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) -> InputForm:
@@ -639,7 +639,7 @@ def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) 
 
 
 def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
-    """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or unknown."""
+    """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or if unknown."""
     key, digest = newest_checkpoint_key(folder, trial), source_digest(trainable)
     if key is None or not digest:
         return ""
@@ -654,7 +654,7 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
 
 TRAINING_QUESTION = ResumeQuestion(
     _get_training_limits,
-    lambda plan, choice: plan.with_changes(stop=extend_stop_by_choice(plan.stop, choice)),
+    lambda plan, choice: plan.with_changes(stop=apply_choice_to_stop(plan.stop, choice)),
     _make_training_form,
     _unusable_checkpoint_reason,
 )

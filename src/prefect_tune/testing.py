@@ -1,7 +1,7 @@
 """Run searches in unit tests without a Prefect server.
 
 The body of a flow of this package runs as usual (journal, checkpoints, trials, schedulers, callbacks), in a flow run
-without a server. Each request to Prefect's API fails at once, like in an outage, and no event is sent.
+without a server. Each request to Prefect's API fails at once, as in an outage, and no event is sent.
 Prefect's states, retries, forms and automations need a server: test them with `prefect_test_harness`.
 """
 

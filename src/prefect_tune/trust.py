@@ -31,12 +31,12 @@ _MOUNTS_WITHOUT_OWNERS = ("fuse", "cifs", "smb3", "smbfs")
 
 
 def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
-    """Return why other users may have written the files in `folders` below `root`; None if only this user can.
+    """Return why other users may have written the files in `folders` below `root`; None if they cannot.
 
     The administrator (user 0) counts as this user, and so does a group whose only member is this user. FUSE and SMB
-    mounts do not show who can write to them, so files there always count as shared. Check every folder from `/` to
-    `root`, including folders that links lead through, every folder from `root` to `folders`, and every file in
-    `folders`. Accept a folder that does not exist.
+    mounts do not show who can write to them, so files there always count as shared. The check covers every folder from
+    `/` to `root` (also folders that links lead through), every folder from `root` to `folders`, and every file in
+    `folders`. It accepts a folder that does not exist.
     """
     try:
         real = Path(os.path.realpath(root, strict=True))
@@ -116,9 +116,9 @@ def _is_private_group(user: int, group: int) -> bool:
 # Find the settings in an experiment's journal that choose code to run or import, or locations to open.
 
 _CodeFinder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
-_BLOCK_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
+_BLOCK_REFERENCE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
 _TRIAL_FLOW_PREFIX = "train-trial/"
-"""Deployments of this flow run `train_trial`. The Prefect server, not the target, defines what a deployment runs."""
+"""A deployment of this flow runs `train_trial`. The Prefect server, not the target, defines what a deployment runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
     if syncer not in ("auto", None):
         yield CodeChoice("sync", f"syncer {syncer!r}", str(syncer))
     # The user's Prefect server, not the target, stores the location of a saved block.
-    if not (location is None or (isinstance(location, str) and _BLOCK_NAME.fullmatch(location))):
+    if not (location is None or (isinstance(location, str) and _BLOCK_REFERENCE.fullmatch(location))):
         yield CodeChoice("sync", f"upload_dir {location!r}")
 
 
@@ -233,20 +233,20 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
 # A user who can write to a target can write a journal there. So a journal is trusted only with one of these: the
 # target's `signing_key`, a local folder that only this user can write to, or trusted packages.
 
-TRUSTED_PACKAGES = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
+TRUSTED_PACKAGES_VARIABLE = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable with the trusted packages of a machine or a work pool, separated by commas."""
 _HIDDEN_PARAMETER = "trial_job_variables"  # the values may be secrets
 _MAX_VALUE_CHARACTERS = 400
 
 
 def resolve_trusted_packages(packages: Sequence[str] | None) -> Sequence[str]:
-    """Return `packages`; if None, the packages in the environment variable `TRUSTED_PACKAGES`.
+    """Return `packages`; if None, the packages in the environment variable `TRUSTED_PACKAGES_VARIABLE`.
 
     Raises:
         InvalidInput: an entry is not the name of a package.
     """
     if packages is None:
-        packages = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES, "").split(",") if name.strip()]
+        packages = [name.strip() for name in os.environ.get(TRUSTED_PACKAGES_VARIABLE, "").split(",") if name.strip()]
     for name in packages:
         if not is_module_name(name):
             raise InvalidInput(f"trusted_packages: expected names of packages, such as 'my_project', found {name!r}")
@@ -303,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why other users may have written the journal, or a journal of an origin; None if only this user can."""
+    """Return why other users may have written the journal, or a journal of an origin; None if they cannot."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:
@@ -325,7 +325,7 @@ def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[Cod
     lines += [f"  {choice.parameter}: {choice.text}{f' ({note})' if note else ''}" for choice, note in notes.items()]
     parameters = list(dict.fromkeys(choice.parameter for choice in notes))
     if all(OPTIONS[name].at_resume for name in parameters):
-        arguments = ", ".join(f"{name}={_format_value(name, state.settings[name])}" for name in parameters)
+        arguments = ", ".join(f"{name}={_format_argument(name, state.settings[name])}" for name in parameters)
         target_text = "..."
         with suppress(InvalidInput):
             target_text = repr(target_reference(target))
@@ -336,12 +336,12 @@ def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[Cod
         packages = {choice.name.partition(":")[0].partition(".")[0] for choice in notes if choice.name}
         names = sorted(name for name in packages if is_module_name(name) and name not in sys.stdlib_module_names)
         if names:
-            variable = f"{TRUSTED_PACKAGES}={','.join(names)}"
+            variable = f"{TRUSTED_PACKAGES_VARIABLE}={','.join(names)}"
             lines.append(f"A deployment can trust packages: trusted_packages={names}, or {variable} where it runs.")
         lines.append("A target block with a signing_key trusts journals that are signed with this key.")
     return "\n".join(lines)
 
 
-def _format_value(name: str, value: object) -> str:
+def _format_argument(name: str, value: object) -> str:
     text = "{...}" if name == _HIDDEN_PARAMETER else repr(value)
     return text if len(text) <= _MAX_VALUE_CHARACTERS else "..."

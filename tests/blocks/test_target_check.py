@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from prefect_tune.blocks.storage_target import TargetCheck, check_target
+from prefect_tune.blocks.storage_target import TargetCheck, probe_target
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, InvalidInput, StoreRefused
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from tests.blocks.conftest import SHORT
@@ -89,7 +89,7 @@ def read_other_bytes(self: MemoryStore, path: str) -> bytes:
 
 
 def check_store(open_store: Callable[[], ObjectStore]) -> TargetCheck:
-    return check_target(Target(open_store), timeout=SHORT)
+    return probe_target(Target(open_store), timeout=SHORT)
 
 
 def test_an_honest_store_passes_and_is_left_empty() -> None:

@@ -26,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT, temporary
 
 import prefect_tune as pt
 from prefect_tune.prefect_api import flow_with_server, local_server
-from prefect_tune.prefect_api.local_server import find_user_server, is_cancelled_batch
+from prefect_tune.prefect_api.local_server import find_user_server, reports_cancelled_batch
 
 ANSWERS = {"/api/health": "true", "/api/admin/version": json.dumps(prefect.__version__)}
 NOBODY_UID = 65534
@@ -106,13 +106,13 @@ def test_where_nothing_listens_none_is_found() -> None:
 def test_what_is_no_healthy_server_of_this_version_is_not_used(
     answer: Callable[[str], bytes | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(local_server, "_FIND_TIMEOUT_SECONDS", 0.5)
     with serving(answer):
         assert find_user_server() is None
 
 
 def test_a_server_that_drips_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_server, "_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(local_server, "_FIND_TIMEOUT_SECONDS", 0.5)
     stop = threading.Event()
 
     def drip(listening: socket.socket) -> None:
@@ -220,4 +220,4 @@ def test_a_batch_that_the_end_cuts_short_is_no_error(
     except error:
         logging.getLogger("recorder").exception("Error flushing 35 events (35 to retry, 0 dropped)")
     logging.getLogger("recorder").error("without an exception")
-    assert [not is_cancelled_batch(record) for record in caplog.records] == [is_reported, True]
+    assert [not reports_cancelled_batch(record) for record in caplog.records] == [is_reported, True]

@@ -12,7 +12,7 @@ from functools import partial
 import pyarrow.fs as arrow
 import pytest
 
-from prefect_tune.blocks.storage_target import check_target
+from prefect_tune.blocks.storage_target import probe_target
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, ObjectNotFound, StoreUnavailable
 from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
 from prefect_tune.stores import obstore_store
@@ -184,7 +184,7 @@ def test_a_check_recognises_its_probe_when_the_reply_is_lost(chaos: ChaosS3, fau
     chaos.script(plan, only=lambda request: request.method == "PUT")
     target = _ProbedTarget(chaos.endpoint)
     with ThreadPoolExecutor(3) as runs:
-        results = list(runs.map(lambda _: check_target(target, timeout=timedelta(seconds=60)), range(3)))
+        results = list(runs.map(lambda _: probe_target(target, timeout=timedelta(seconds=60)), range(3)))
     assert [(result.ok, result.conditional_create) for result in results] == [(True, True)] * 3, results
     assert chaos.injected == {fault: 60 if lost == "all" else 1}
 

@@ -27,9 +27,9 @@ from prefect_tune.suspension import (
     ResumeLimits,
     RunIteration,
     apply_answers,
-    extend_stop,
     format_resume_advice,
     parse_choice,
+    replace_stop_limits,
 )
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import apply_events
@@ -202,4 +202,4 @@ def test_what_is_not_there_cannot_be_chosen() -> None:
 def test_a_larger_limit_takes_the_place_of_the_smaller_one(
     stop: object, steps: int, hours: float, expected: object
 ) -> None:
-    assert extend_stop(stop, steps, hours) == expected
+    assert replace_stop_limits(stop, steps, hours) == expected

@@ -1,4 +1,4 @@
-"""A client of Prefect's API with one-line errors, the temporary errors, and the error of an incompatible Prefect.
+"""Prefect's API: a client that raises one-line errors, temporary errors, and the error of an incompatible Prefect.
 
 To ask upstream: a class for temporary errors, and one for features that a release lacks.
 """
@@ -67,7 +67,7 @@ def require_api() -> None:
 
 
 def _wrong_setting_message(error: BaseException) -> str | None:
-    """Return a message that names the wrong setting; None if `error`, of a basic request, indicates none."""
+    """Return a message that names the wrong setting; None if the `error` of a basic request has another cause."""
     api = get_current_settings().api
     address = f"PREFECT_API_URL={api.url}"
     expected = "Expected the address of a Prefect API, which ends with /api: http://127.0.0.1:4200/api"
@@ -91,20 +91,20 @@ def _wrong_setting_message(error: BaseException) -> str | None:
 
 
 @contextmanager
-def prefect_server(about: str) -> Iterator[SyncPrefectClient]:
+def prefect_server(object_kind: str) -> Iterator[SyncPrefectClient]:
     """Yield a client of the Prefect server, to change stored objects.
 
     Args:
-        about: the kind of objects, such as `deployments`; error messages begin with it.
+        object_kind: the kind of the objects, such as `deployments`; error messages begin with it.
 
     Raises:
         InvalidInput: no server is configured, or a setting is wrong.
         TuneError: the server does not answer, or rejects a request.
     """
     if not get_current_settings().api.url:
-        raise InvalidInput(f"{about}: no Prefect server is configured to store them: {SERVER_SETUP_ADVICE}")
+        raise InvalidInput(f"{object_kind}: no Prefect server is configured to store them: {SERVER_SETUP_ADVICE}")
     require_api()
-    server = f"{about}: the Prefect server at {get_current_settings().api.url}"
+    server = f"{object_kind}: the Prefect server at {get_current_settings().api.url}"
     try:
         with get_client(sync_client=True) as client:
             yield client

@@ -1,4 +1,4 @@
-"""Separate the log and tags of a flow run from its caller, and identify its call by a key that repetitions keep.
+"""Keep a flow run's log and tags apart from its caller's, and identify its call by a key that repetitions keep.
 
 Experiment names, seeds and added samples are derived from the key if a call does not specify them.
 """
@@ -54,7 +54,7 @@ def _set_variable(resets: ExitStack, variable: ContextVar[_Value], value: _Value
 
 
 def get_caller_tags() -> frozenset[str]:
-    """Return the tags that a call passes to its trials: without the tags whose slots the calling task holds."""
+    """Return the caller's tags, which apply to the trials too, except the tags whose slots the calling task holds."""
     return _caller_tags.get()
 
 
@@ -117,7 +117,7 @@ def current_flow_run() -> FlowRun:
 def _build_path(
     root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
-    """Return the path of the last of `calls`, which pair a flow run with the task run that represents its call."""
+    """Return the path of the last of `calls`, each a flow run and the task run that represents the call of this run."""
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _calling_task_context()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:

@@ -1,4 +1,4 @@
-"""Flow runs of Prefect: failure without a traceback, the meaning of their states, *Suspend*, *Cancel*, console."""
+"""Flow runs of Prefect: failure without a traceback, their states, *Suspend*, *Cancel*, and their console output."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def was_started_by_user(states: Sequence[State[Any]]) -> bool:
     """Return whether a user resumed or retried the run at its last start.
 
     A run that has not crashed can only be restarted by a user: automations of this package restart only crashed runs.
-    For a crashed run, only the message of the state shows it. If Prefect changes this message, a user's retry of a
-    crashed run counts as automatic. The run then ends as Failed with `CrashLoop`, and a retry of it counts as a user's.
+    For a crashed run, only the state's message shows who restarted it. If Prefect changes this message, a user's retry
+    of a crashed run counts as automatic. The run may then fail with `CrashLoop`; a retry after that counts as a user's.
     """
     pairs = pairwise((None, *sort_states(states)))
     starts = [(old, new) for old, new in pairs if new and new.type is StateType.SCHEDULED]
@@ -90,7 +90,7 @@ def has_resume_state(states: Sequence[State[Any]]) -> bool:
 
 
 def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Return whether the run waits for the user, or sent a heartbeat within three periods if heartbeats are on."""
+    """Return whether the run is paused, or runs and has sent a recent heartbeat, if heartbeats are on."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
         return False
     period = get_current_settings().flows.heartbeat_frequency
@@ -157,7 +157,7 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
 
     `suspend_flow_run` saves the form after the state: if the process ends in between, the UI cannot resume the run. It
     also rejects a run that was suspended in the UI. So this function saves the form first, and forces the state: the
-    server's rules reject this state for a suspended run, and since 3.9 they delete the form when they accept it.
+    server's rules reject this state for a suspended run, and since 3.9 accepting the state deletes the form.
 
     Raises:
         Abort: the run is no longer running or suspended.
@@ -195,7 +195,7 @@ def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
         while not closed.wait(period.total_seconds()):
             try:
                 with get_client(sync_client=True) as client:
-                    runs = runs or _read_calling_runs(client)
+                    runs = runs or _read_run_and_caller_ids(client)
                     cancelled = FlowRunFilter.model_validate({"id": {"any_": runs}, "state": _CANCELLED_FILTER})
                     if client.read_flow_runs(flow_run_filter=cancelled, limit=1):
                         is_cancelled.set()
@@ -211,7 +211,7 @@ def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
         closed.set()
 
 
-def _read_calling_runs(client: SyncPrefectClient) -> Sequence[UUID]:
+def _read_run_and_caller_ids(client: SyncPrefectClient) -> Sequence[UUID]:
     """Return the ids of this context's flow run and its callers, up to the run for which the process was started."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
@@ -263,7 +263,7 @@ def _silence_console(console: Console) -> None:
     """Silence the console; discard other output, such as that of `print`, if its reader has exited too."""
     console.quiet = True
     for stream in (console.file, sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # the stream is no file, closed, or None
+        with suppress(OSError, ValueError, AttributeError):  # the stream is not a file, is closed, or is None
             descriptor, poll = stream.fileno(), select.poll()
             poll.register(descriptor, 0)
             if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):  # POLLHUP: on macOS

@@ -73,7 +73,7 @@ class FlowWithServer(Flow[_P, _R]):
     """A flow that, if no API is configured, uses this user's Prefect server or starts a server for this process."""
 
     call_context: Callable[[str], AbstractContextManager[object]]
-    """Returns the context in which a call of the flow of this name runs; a server starts within the context."""
+    """Takes the flow's name, and returns the context in which a call runs; a server starts within the context."""
 
     def __repr__(self) -> str:
         return f"<flow {self.name!r}>"
@@ -184,7 +184,7 @@ def _is_top_level_call() -> bool:
 def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
     """Defer an interrupt if a call is active, and return whether a call is active.
 
-    A flow calls this function, because Dask pickles the globals of a flow, and cannot pickle a `ContextVar`.
+    It is a function, because Dask pickles the globals that a flow uses, and cannot pickle a `ContextVar`.
     """
     if (interrupts := _deferred_interrupts.get()) is None:
         return False
@@ -385,7 +385,7 @@ _MODULES_TO_PRELOAD = (
 # Check the arguments of a call before a flow run begins: names and types here, their meaning in `SearchPlan`.
 
 _CONSUMED_BY_PREFECT = frozenset({"return_state", "wait_for"})
-_OTHER_NAMES: Mapping[str, str] = {
+_OTHER_LIBRARY_NAMES: Mapping[str, str] = {
     "checkpoint": "checkpoint_config checkpoint_freq",
     "config": "param_space",
     "experiment": "name study_name",
@@ -414,14 +414,14 @@ def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Map
     keywords = {name: value for name, value in options.items() if name not in _CONSUMED_BY_PREFECT}
     function, parameters = f"pt.{flow.fn.__name__}", signature(flow.fn).parameters
     for name in [keyword for keyword in keywords if keyword not in parameters]:
-        ours = [own for own, others in _OTHER_NAMES.items() if name in others.split() and own in parameters]
+        ours = [own for own, others in _OTHER_LIBRARY_NAMES.items() if name in others.split() and own in parameters]
         hint = f"did you mean {ours[0]!r}?" if ours else did_you_mean_or_list(name, parameters)
         raise InvalidInput(f"{name}: {function} has no such parameter; {hint}")
     try:
         bound = signature(flow.fn).bind(*args, **keywords).arguments
     except TypeError as error:
         raise InvalidInput(f"{function}: {error}") from None
-    checked = {name: value for name, value in bound.items() if not _contains_future(value)}
+    checked = {name: value for name, value in bound.items() if not _contains_future_or_reference(value)}
     for name, value in checked.items():
         try:
             _make_type_adapter(flow.fn, name).validate_python(value)
@@ -458,7 +458,7 @@ def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any
         )
 
 
-def _contains_future(value: object) -> bool:
+def _contains_future_or_reference(value: object) -> bool:
     parts: list[object] = []
     visit_collection(value, parts.append, return_data=False, max_depth=3)
     return any(isinstance(part, PrefectFuture | State) or (isinstance(part, dict) and "$ref" in part) for part in parts)

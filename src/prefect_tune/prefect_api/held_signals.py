@@ -8,7 +8,7 @@ So, while a search runs outside of the main thread:
            ──► the thread "signals" reads the number and notifies the searches, whose trials save and end
            ──► all searches have ended: the previous handlers are restored, and the process sends itself the signal
 
-The handlers of Prefect, asyncio and the script are called after the save, like after a search in the main thread. The
+The handlers of Prefect, asyncio and the script are called after the save, as after a search in the main thread. The
 main thread may be blocked in C code until then.
 
 The handler is `l64a` of the C library. It only writes its argument, in base 64, into its own buffer, because a signal
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
 """How often the number is read and the handler reinstalled; signals within one interval count as one."""
 _STATE_TIMEOUT_SECONDS = 1.0
-"""How long the calling runs of a search have to set their states before SIGTERM ends the process."""
+"""The time in which the calling runs of a search set their states before SIGTERM ends the process."""
 
 # The handlers in C: `signal.signal` of Python works only in the main thread.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
@@ -50,7 +50,7 @@ def _encode_signal(number: int) -> bytes:
     return _signal_buffer.value
 
 
-_LETTERS = {_encode_signal(number): number for number in _SIGNALS}
+_SIGNALS_BY_LETTER = {_encode_signal(number): number for number in _SIGNALS}
 _IDLE_LETTER = _encode_signal(_NO_SIGNAL)
 
 
@@ -59,10 +59,10 @@ def _take_signal() -> signal.Signals | None:
     if (letter := _signal_buffer.value) == _IDLE_LETTER:
         return None
     _store_signal(_NO_SIGNAL)
-    return _LETTERS.get(letter)
+    return _SIGNALS_BY_LETTER.get(letter)
 
 
-class _HeldSignal:
+class _HoldableSignal:
     """A signal that can be held back from its handler."""
 
     def __init__(self, number: signal.Signals) -> None:
@@ -101,7 +101,7 @@ class _SignalHolder:
     """Tracks the calls of this process, by thread, and holds signals back for them."""
 
     def __init__(self) -> None:
-        self._held_signals = [_HeldSignal(number) for number in _SIGNALS]
+        self._holdable_signals = [_HoldableSignal(number) for number in _SIGNALS]
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -124,8 +124,8 @@ class _SignalHolder:
             if not _is_main_thread() and self._stopped.is_set():
                 self._stopped = threading.Event()
                 _take_signal()
-                for held_signal in self._held_signals:
-                    held_signal.install_handler()
+                for holdable in self._holdable_signals:
+                    holdable.install_handler()
                 threading.Thread(target=self._poll_signals, args=(self._stopped,), name="signals", daemon=True).start()
             return call
 
@@ -133,21 +133,21 @@ class _SignalHolder:
         """Remove the call of this thread; after a signal, wait for the other threads' calls, and release the signal."""
         with self._changed:
             call = self._calls.pop(threading.get_ident())
-            if not _is_main_thread() and not self._count_other_threads():
+            if not _is_main_thread() and not self._count_background_calls():
                 self._release_signals()
             self._changed.notify_all()
             if call.is_signalled:
-                self._changed.wait_for(lambda: not self._count_other_threads())
+                self._changed.wait_for(lambda: not self._count_background_calls())
 
     def before_fork(self) -> None:
         """Block signals to the child until it has its own handlers: the parent's handlers notify the parent."""
-        is_held = any(held_signal.is_held for held_signal in self._held_signals)
+        is_held = any(holdable.is_held for holdable in self._holdable_signals)
         _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if is_held else ())
 
     def after_fork_in_child(self) -> None:
         """Remove the calls, which the child does not have, and restore the previous handlers."""
-        for held_signal in self._held_signals:
-            held_signal.restore_handler()
+        for holdable in self._holdable_signals:
+            holdable.restore_handler()
         self._reset_state()
         _restore_signal_mask()
 
@@ -156,8 +156,8 @@ class _SignalHolder:
             with self._changed:
                 if not stopped.is_set() and (number := _take_signal()) is not None:
                     self._handle_signal(number)
-                for held_signal in self._held_signals if not stopped.is_set() else ():
-                    held_signal.install_handler()
+                for holdable in self._holdable_signals if not stopped.is_set() else ():
+                    holdable.install_handler()
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if number not in self._received:
@@ -178,8 +178,8 @@ class _SignalHolder:
     def _release_signals(self) -> None:
         """Restore the handlers, and resend the received signals to this process, unless the main thread raises them."""
         self._stopped.set()
-        for held_signal in self._held_signals:
-            held_signal.restore_handler()
+        for holdable in self._holdable_signals:
+            holdable.restore_handler()
         if (latest := _take_signal()) is not None and latest not in self._received:
             self._received.append(latest)  # arrived after the last poll
         numbers, self._received = self._received, []
@@ -193,7 +193,7 @@ class _SignalHolder:
         else:
             _send_signals(numbers)
 
-    def _count_other_threads(self) -> int:
+    def _count_background_calls(self) -> int:
         return sum(thread != threading.main_thread().ident for thread in self._calls)
 
 
@@ -253,7 +253,7 @@ def saving_on_signals() -> Iterator[None]:
 
 
 def raise_held_signal() -> None:
-    """Raise a signal that was held back for this thread, once, like Python and Prefect do in the main thread.
+    """Raise a signal that was held back for this thread, once, as Python and Prefect do in the main thread.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.

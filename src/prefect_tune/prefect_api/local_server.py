@@ -79,7 +79,7 @@ def start_prefect_server(
             stderr=None if log is None else subprocess.STDOUT,
             env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # else the UI would call the API at port 4200
             pass_fds=(listening.fileno(),),
-            start_new_session=True,  # Ctrl-C must not end it before its parent, which needs it to shut down
+            start_new_session=True,  # Ctrl-C must not end it: its parent needs it until the parent exits
         )
         return PrefectServer(url, process)
 
@@ -96,11 +96,11 @@ def _run_server(descriptor: int, services: str) -> None:
 
     server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=services == "few", final=True), log_level="error"))
     recorder_log = logging.getLogger(_RECORDER_MODULE)
-    recorder_log.addFilter(lambda record: not (server.should_exit and is_cancelled_batch(record)))
+    recorder_log.addFilter(lambda record: not (server.should_exit and reports_cancelled_batch(record)))
     server.run(sockets=[socket.socket(fileno=descriptor)])
 
 
-def is_cancelled_batch(record: logging.LogRecord) -> bool:
+def reports_cancelled_batch(record: logging.LogRecord) -> bool:
     """Return whether the log record is about a cancelled batch; at shutdown, the server still writes that batch."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
@@ -122,7 +122,7 @@ def _exit_with_parent() -> None:
 # more than three seconds.
 
 LOOPBACK = "127.0.0.1"
-_TIMEOUT_SECONDS = 3.0
+_FIND_TIMEOUT_SECONDS = 3.0
 _MAX_RESPONSE_BYTES = 64 * 1024
 
 
@@ -134,7 +134,7 @@ def find_user_server() -> str | None:
     """
     settings = get_current_settings().server.api
     path = (settings.base_path or "/api").rstrip("/")
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    deadline = time.monotonic() + _FIND_TIMEOUT_SECONDS
     with suppress(OSError):
         if (
             {*iter_listener_owners(settings.port)} == {os.geteuid()}

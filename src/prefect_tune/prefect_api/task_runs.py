@@ -57,7 +57,7 @@ def mark_task_runs_crashed(
     task runs are not changed. If the server does not answer or rejects a request, no state is set.
 
     Args:
-        owner_run: the id of the flow run, from a journal; if it is no id, no state is set.
+        owner_run: the id of the flow run, from a journal; if it is not a UUID, no state is set.
         is_lost: returns whether a task run that has not ended is lost.
         successor: the name of the new owner, for the message of the new states.
         has_owner_exited: whether the process of the flow run is known to have ended; if not, the server is queried.
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     class PublicTask(Task[_P, _R]):
         """A Prefect task whose calls are type-checked; at run time it is a plain Prefect task.
 
-        The types omit `return_state=True`, which calls accept like any Prefect task.
+        The types omit `return_state=True`, which calls accept, as with any Prefect task.
         """
 
         def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # see above
@@ -208,7 +208,7 @@ def skip_prefect_introspection(argument: _R) -> _R:
 
 
 def run_task_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
-    """Run a task like `run_task_inline`, and return the final state of its run, which contains an error of the task."""
+    """Run a task like `run_task_inline`, and return the final state of its run, with the task's error, if any."""
     return cast("State[Any]", _run_task(task, "state", args, options))
 
 
@@ -230,13 +230,13 @@ def _run_task(
 
 
 def current_max_workers() -> int | None:
-    """Return `max_workers` of this flow's task runner; None if it is unlimited or no thread pool."""
+    """Return `max_workers` of this flow's task runner; None if it is unlimited or has no thread pool."""
     runner = context.task_runner if (context := FlowRunContext.get()) is not None else None
     count = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
     return count if isinstance(count, int) and count < sys.maxsize else None
 
 
-# Wait for slots of Prefect's concurrency limits until the attempt is to stop, without failing the attempt.
+# Wait for slots of Prefect's concurrency limits until the attempt must stop, without failing the attempt.
 #
 # Prefect's own wait fails if a limit is 0 (HTTP 422), and cannot be ended by the caller.
 #
@@ -245,7 +245,7 @@ def current_max_workers() -> int | None:
 _ACQUIRE_TIMEOUT, _RETRY_INTERVAL = timedelta(seconds=5), timedelta(seconds=2)
 _LEASE_DURATION = timedelta(seconds=60)  # the slot of a killed process becomes free after this time
 _NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS = 423, 422
-_stop_of_waits: ContextVar[threading.Event | None] = ContextVar("prefect_tune_stop_of_waits", default=None)
+_slot_wait_stop: ContextVar[threading.Event | None] = ContextVar("prefect_tune_slot_wait_stop", default=None)
 
 
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
@@ -261,8 +261,8 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
 
 
 def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
-    """Let `stop` end the waits of the tasks in this block for the slots of their tags."""
-    return setting_context_variable(_stop_of_waits, stop)
+    """In this block, let `stop` end the waits of tasks for the slots of their tags."""
+    return setting_context_variable(_slot_wait_stop, stop)
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
     """Return the context that waits for the slots of a task's tags: our wait in our flows, Prefect's wait in others."""
-    context, stop = FlowRunContext.get(), _stop_of_waits.get()
+    context, stop = FlowRunContext.get(), _slot_wait_stop.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
     return _holding_slots(names, stop or threading.Event(), partial(concurrency, names, **options))

@@ -46,7 +46,7 @@ def test_reading_a_folder_that_is_missing_does_not_make_it_and_the_first_write_d
 def test_an_option_is_plain_or_secret_and_not_both() -> None:
     target = FsspecTarget(location="sftp://host/x", storage_options={"port": 1}, secret_options={"port": 2})
     with pytest.raises(InvalidInput, match="'port' is both a plain and a secret option"):
-        target.options()
+        target.merge_options()
 
 
 def test_a_package_that_is_missing_is_named_by_the_check() -> None:

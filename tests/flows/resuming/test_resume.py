@@ -102,7 +102,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
     run_search(local_target, num_samples=1, retention=pt.Retention(last=1), stop={"step": 6})
     before = read_objects(local_target)
     fork = {"target": local_target, "fork": "new", "at": number, "stop": {"step": 4}}
-    with pytest.raises(CheckpointNotFound, match=r"as of entry \d+: deleted since: trial 00000, step 3"):
+    with pytest.raises(CheckpointNotFound, match=r"as of entry \d+: checkpoints deleted since: trial 00000, step 3"):
         pt.resume("old", strict_fork=True, **fork)
     assert read_objects(local_target) == before
     new = pt.resume("old", **fork)

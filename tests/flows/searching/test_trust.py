@@ -24,7 +24,7 @@ from prefect_tune.core.storage.documents import add_signature
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.flows.resume import resume
-from prefect_tune.trust import TRUSTED_PACKAGES, require_trusted_code
+from prefect_tune.trust import TRUSTED_PACKAGES_VARIABLE, require_trusted_code
 from prefect_tune.tuner.run_search import read_warm_starts
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.pages import ROOT, blocks_of
@@ -129,7 +129,7 @@ def test_the_refusal_says_what_was_found_and_the_call_that_allows_it(attacker: U
     assert "  space: sample_from 'theirs.spaces:width'" in message
     call = f"pt.resume('e', target={attacker.target.uri!r}, trainable='theirs.train:Net', space={space!r})"
     assert call in message
-    assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES}=theirs" in message
+    assert f"trusted_packages=['theirs'], or {TRUSTED_PACKAGES_VARIABLE}=theirs" in message
     assert "trainable" not in refusal_of(attacker.target, trainable=train)
 
 
@@ -165,7 +165,7 @@ def test_a_refusal_proposes_no_trust_in_all_of_python_and_no_words_for_a_shell(n
     message = refusal_of(attacker.target)
     assert f"  trainable: {name!r}" in message
     assert "trusted_packages" not in message
-    assert f"{TRUSTED_PACKAGES}=" not in message
+    assert f"{TRUSTED_PACKAGES_VARIABLE}=" not in message
 
 
 def fork_experiment(target: StorageTarget, name: str, copy: str) -> None:
@@ -241,7 +241,7 @@ def test_a_bucket_is_resumed_where_the_deployment_trusts_the_package(
     with pytest.raises(UnsafePayload, match=r"tests\.trainables\.moody is not in a trusted package"):
         pt.resume("e", target=s3_target, trusted_packages=["test", "tests.trainables.mood"])
     assert count_completed(pt.resume("e", target=s3_target, num_samples=2, trusted_packages=["tests"])) == 2
-    monkeypatch.setenv(TRUSTED_PACKAGES, "another, tests.trainables")
+    monkeypatch.setenv(TRUSTED_PACKAGES_VARIABLE, "another, tests.trainables")
     assert count_completed(pt.resume("e", target=s3_target, num_samples=3)) == 3
     with pytest.raises(UnsafePayload):
         pt.resume("e", target=s3_target, trusted_packages=[])
