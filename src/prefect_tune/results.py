@@ -280,7 +280,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report per step. If a retry repeats a step, its new report counts.
+        """Return the learning curve of a trial: one report per step. If a retry repeats a step, the newest counts.
 
         ```python
         losses = [report.metrics["loss"] for report in results.curve("00003")]

@@ -277,8 +277,8 @@ class ReportObserver(SearchObserver):
             # The date is shown because the last report of a killed run remains.
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
-        uri, expected = self._target.uri, self._estimate.trial_count
-        facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=expected, age=age)
+        uri, count = self._target.uri, self._estimate.trial_count
+        facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=count, age=age)
         key, description = make_artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", render_markdown(make_page(facts)), description)
         return [report, *self._render_search_progress(snapshot), *self._render_trial_progress(snapshot)]
