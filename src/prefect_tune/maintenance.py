@@ -66,8 +66,8 @@ _MAX_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedCheckpoint:
-    """A damaged committed checkpoint or journal."""
+class DamageFinding:
+    """A damaged checkpoint, or a damaged journal."""
 
     experiment: str
     trial: str | None
@@ -99,7 +99,7 @@ class ExperimentMaintenance:
     verified_bytes: int = 0
     unread_count: int = 0
     """Sampled checkpoints that were not read because of the run's limits."""
-    damaged: list[DamagedCheckpoint] = field(default_factory=list)
+    damaged: list[DamageFinding] = field(default_factory=list)
     pruned_count: int = 0
     """Retired checkpoints."""
     collected_count: int = 0
@@ -144,7 +144,7 @@ class MaintenanceReport(RenamedMembers):
     """Whether the run wrote and deleted nothing."""
 
     @property
-    def damaged_checkpoints(self) -> Sequence[DamagedCheckpoint]:
+    def damaged_checkpoints(self) -> Sequence[DamageFinding]:
         """All damage that this run found."""
         return [damaged for experiment in self.experiments for damaged in experiment.damaged]
 
@@ -276,7 +276,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
         except JournalCorrupt as error:
             upkeep.record_skipped(what, f"the journal is damaged: {error}")
             if all(damage.folder != journal.entries_folder for damage in upkeep.damaged):
-                damaged = DamagedCheckpoint(name, None, None, journal.entries_folder, str(error), is_quarantined=False)
+                damaged = DamageFinding(name, None, None, journal.entries_folder, str(error), is_quarantined=False)
                 upkeep.damaged.append(damaged)
         except _SKIPPABLE_ERRORS as error:
             upkeep.record_skipped(what, str(error))
@@ -298,7 +298,7 @@ def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upk
     reasons = {item.key: item.damage or "" for item in result.corrupt_checkpoints}
     for key, damage in reasons.items():
         get_run_logger().error("%s is damaged: %s", key.folder, damage)
-        item = DamagedCheckpoint(upkeep.experiment, key.trial.trial, key.step, key.folder, damage, is_quarantined=False)
+        item = DamageFinding(upkeep.experiment, key.trial.trial, key.step, key.folder, damage, is_quarantined=False)
         upkeep.damaged.append(item)
     if not (reasons and options.quarantine):
         return

@@ -24,7 +24,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.prefect_events import abbreviate
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import (
-    DamagedCheckpoint,
+    DamageFinding,
     ExperimentMaintenance,
     MaintenanceReport,
     SkippedWork,
@@ -92,7 +92,7 @@ def test_the_states_of_attempts_and_their_log_give_no_commands(caplog: pytest.Lo
 
 
 def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> None:
-    damaged = DamagedCheckpoint("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
+    damaged = DamageFinding("e", "t", 1, "e/1/trials/t", HOSTILE, is_quarantined=True)
     upkeep = ExperimentMaintenance("e", damaged=[damaged], skipped=[SkippedWork("e", HOSTILE, HOSTILE)])
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]

@@ -23,7 +23,7 @@ from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
 from prefect_tune.maintenance import (
-    DamagedCheckpoint,
+    DamageFinding,
     ExperimentMaintenance,
     MaintenanceReport,
     SkippedWork,
@@ -373,8 +373,8 @@ def _read_task_run_names(flow_run: UUID) -> set[str]:
 
 
 def test_the_page_says_first_what_is_wrong_and_lets_no_text_end_a_cell() -> None:
-    bad = DamagedCheckpoint("e", "t", 3, "e/1/trials/t", "a \\| b\nc <i>", is_quarantined=True)
-    journal = DamagedCheckpoint("e", None, None, "e/1/journal", "torn", is_quarantined=False)
+    bad = DamageFinding("e", "t", 3, "e/1/trials/t", "a \\| b\nc <i>", is_quarantined=True)
+    journal = DamageFinding("e", None, None, "e/1/journal", "torn", is_quarantined=False)
     left = (SkippedWork("e", "garbage", "time"),) * 220
     report = MaintenanceReport("s3://b", (ExperimentMaintenance("e", damaged=[bad, journal]),), left, dry_run=True)
     page = format_report(report).replace("\N{NO-BREAK SPACE}", " ")
