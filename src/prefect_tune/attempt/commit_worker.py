@@ -99,16 +99,16 @@ def make_checkpoint_metadata(
 
 
 def make_commit_events(
-    target: StorageTarget, trial: Trial, save: SaveResult, policy: Retention, upload_seconds: float, log: Log
+    target: StorageTarget, trial: Trial, save: SaveResult, retention: Retention, upload_seconds: float, log: Log
 ) -> tuple[CheckpointCommitted, Sequence[CheckpointQuarantined], Sequence[CheckpointKey]]:
     """Return the events that commit `save`, and the retired checkpoints to delete after the events are journaled.
 
     If the save has found damaged blobs, the events also quarantine the earlier checkpoints that use these blobs. To
     find such checkpoints, the function reads the manifests of the trial's other checkpoints. If a read fails, it only
-    logs a warning: the new checkpoint is complete. The retention `policy` determines what is retired.
+    logs a warning: the new checkpoint is complete. `retention` determines what is retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
-    retired = checkpoints_to_retire(trial, new, policy)
+    retired = checkpoints_to_retire(trial, new, retention)
     sequences, seconds = tuple(ref.sequence for ref in retired), round(upload_seconds, 3)
     committed = CheckpointCommitted(
         trial=trial.id, checkpoint=new, retired_sequences=sequences, sent_bytes=save.sent_bytes, upload_seconds=seconds

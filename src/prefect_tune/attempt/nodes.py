@@ -272,12 +272,12 @@ class OtherNodes:
         return [*self._ranks.values()]
 
     @contextmanager
-    def requesting_parts(self, key: CheckpointKey, before: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
+    def requesting_parts(self, key: CheckpointKey, trial: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
         """Request the parts of the checkpoint `key` from `nodes`; delete the parts when the block ends.
 
-        `before` is the trial before the save. End the block when the checkpoint is committed, or its save has failed.
+        `trial` is the trial before the save. End the block when the checkpoint is committed, or its save has failed.
         """
-        parent, collected = parent_of_next_save(self._spec.trial, before), min_reusable_sequence(before)
+        parent, collected = parent_of_next_save(self._spec.trial, trial), min_reusable_sequence(trial)
         self._broadcast(SendPart(key=key, parent=parent, collected_up_to=collected))
 
         def start_wait() -> Callable[[], bool]:

@@ -86,7 +86,7 @@ class TrialProcessPool:
         self.fork_servers.close(is_used=is_used)
 
     def end_idle_processes(self, *, keep_count: int = 0) -> None:
-        """End the longest idle processes, until at most `keep_count` processes are idle or in use."""
+        """End the processes that are idle longest, until at most `keep_count` processes are idle or in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
