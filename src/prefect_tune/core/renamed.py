@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class RenamedMembers:
-    """A class with renamed members. To define an old name in a subclass, or to read it, raises an error with a hint."""
+    """A class with renamed members. A subclass that defines an old name, and code that reads one, get an error."""
 
     __slots__ = ()
     _renamed: ClassVar[Mapping[str, str]] = {}

@@ -82,7 +82,7 @@ def process_count_on(wanted: Processes, devices: int) -> int:
 
 
 def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None) -> Sequence[tuple[str, ...]]:
-    """Return the slots of a machine, each given by its GPUs; at most `max_slots`, unless that is None.
+    """Return the slots of a machine, at most `max_slots` if it is not None. Each slot is the tuple of its GPUs.
 
     A whole GPU belongs to one slot. Fractions of GPUs are assigned so that each GPU has one slot before any has two.
 

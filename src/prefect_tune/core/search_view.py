@@ -227,7 +227,7 @@ class SearchView:
         self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run. Events of earlier runs are not counted, reports of lost steps not compared."""
+        """Begin the present owner's run. Events of earlier runs no longer count, and lost steps are not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)

@@ -139,7 +139,7 @@ def validate_name(name: str) -> str:
     """Return `name` if it can be the name of a folder on every target.
 
     Raises:
-        InvalidInput: `name` is empty or too long, starts with no letter or digit, or contains a forbidden character.
+        InvalidInput: `name` is empty or too long, begins with a symbol, or contains a character that is not allowed.
     """
     name = str.__str__(name)  # `str(name)` would be 'Kind.LINEAR' for a member of a text enum
     if _NAME_PATTERN.fullmatch(name) and ".." not in name:

@@ -65,7 +65,7 @@ class Rung:
         return int(len(self.reached) / reduction_factor)
 
     def compute_cutoff_loss(self, reduction_factor: float) -> float | None:
-        """Return the interpolated highest loss of the best 1 / `reduction_factor` of trials; None for an empty rung."""
+        """Return the interpolated loss that bounds the best 1 / `reduction_factor` of the trials; None for no trial."""
         if not self.reached:
             return None
         position = (len(self.reached) - 1) / reduction_factor
@@ -162,7 +162,7 @@ class RungSchedule(Schedule):
 
 
 class StoppingSchedule(RungSchedule):
-    """Stops a trial whose loss is above the 1 / `reduction_factor` quantile of the trials that came to the rung before.
+    """Stops a trial whose loss is above the 1 / `reduction_factor` quantile of the earlier trials at the rung.
 
     It decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
     whose loss equals the quantile, continue.
@@ -273,7 +273,7 @@ class PromotionSchedule(RungSchedule):
 
 @dataclass(frozen=True, slots=True)
 class ASHA(Scheduler):
-    """Train many trials for few steps, and few trials to the end: at each rung the best 1 / `reduction_factor` go on.
+    """Train many trials for few steps, and few trials to the end: at each rung, only the best continue.
 
     Rungs are the steps `grace_period`, `grace_period` * `reduction_factor` and so on, rounded up, below `max_t`. ASHA
     is asynchronous: a trial is compared with the trials that reached the rung earlier.

@@ -32,7 +32,7 @@ class MedianStopping(Scheduler):
     """Stop a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
     From `grace_period` on, every `interval` steps, the best loss of a trial since its first step is compared with the
-    median of the mean losses, since `grace_period`, of the other trials that reached the step. The trial continues
+    other trials that reached the step: with the median of their mean losses since `grace_period`. The trial continues
     while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
     `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
 
@@ -63,7 +63,7 @@ class MedianStopping(Scheduler):
 
 
 @dataclass(slots=True)
-class _TrialProgress:
+class _TrialHistory:
     """The losses of one trial, and its slot."""
 
     last_milestone_index: int
@@ -91,14 +91,14 @@ class _MedianStoppingSchedule(Schedule):
         self._rule = rule
         self._objective = objective
         self._means: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
-        self._progress: dict[TrialId, _TrialProgress] = {}
+        self._progress: dict[TrialId, _TrialHistory] = {}
         self._paused: dict[TrialId, None] = {}
         self._exhausted = False
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
         self._exhausted = False
-        self._progress.setdefault(trial, _TrialProgress(self._find_milestone_index(0))).stop_decision = None
+        self._progress.setdefault(trial, _TrialHistory(self._find_milestone_index(0))).stop_decision = None
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         index = max(self._progress[trial].last_milestone_index, self._find_milestone_index(step)) + 1
@@ -147,12 +147,12 @@ class _MedianStoppingSchedule(Schedule):
         """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before it."""
         return (step - self._rule.grace_period) // self._rule.interval
 
-    def _repeat_decision(self, progress: _TrialProgress) -> Decision:
+    def _repeat_decision(self, progress: _TrialHistory) -> Decision:
         if progress.paused_at_step is not None:
             return Pause(reason=make_reason("waits-for-others", step=progress.paused_at_step))
         return progress.stop_decision or Continue()
 
-    def _decide_by_median(self, trial: TrialId, progress: _TrialProgress, step: int) -> Decision:
+    def _decide_by_median(self, trial: TrialId, progress: _TrialHistory, step: int) -> Decision:
         others = self._means[progress.last_milestone_index]
         if len(others) < self._rule.min_samples_required:
             time_slice = self._rule.min_time_slice
