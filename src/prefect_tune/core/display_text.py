@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits, or all digits before the point: `0.531`, `1,023`."""
+    """Format an amount of at least 0.0001 with `digits` digits, or all before the point if more: `0.531`, `1,023`."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 
@@ -112,7 +112,7 @@ def format_amount(amount: float, digits: int = 3) -> str:
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
-    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or it equals `name`.
+    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or `names` has `name`.
 
     `min_similarity` is from 0 to 1; the similarity of `num_gpus` and `gpu` is 0.5.
     """

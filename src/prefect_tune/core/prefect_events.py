@@ -164,7 +164,7 @@ def event_name(event: Event) -> str:
 def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
     """Return an event's payload as JSON, with the version; at the end of an attempt, with the trial's state `after` it.
 
-    A reason becomes its sentence, for display, and a `reason_code`, for conditions; the code of a user's text is None.
+    A reason becomes two fields: its sentence for display, and `reason_code` for conditions, None for a user's text.
     Values are truncated by `abbreviate`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})

@@ -65,7 +65,7 @@ class Rung:
         return int(len(self.reached) / reduction_factor)
 
     def compute_cutoff_loss(self, reduction_factor: float) -> float | None:
-        """Return the interpolated loss that bounds the best 1 / `reduction_factor` of the trials; None for no trial."""
+        """Return the interpolated highest loss of the best 1 / `reduction_factor` of a rung; None for an empty rung."""
         if not self.reached:
             return None
         position = (len(self.reached) - 1) / reduction_factor
