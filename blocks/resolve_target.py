@@ -37,7 +37,7 @@ _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
     """Return the target of `value` without contacting the target. Only a slug needs the Prefect server.
 
-    A string is a URI if it has a scheme, like `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
+    A string is a URI if it has a scheme, as in `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
     `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. Therefore
     write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path starts at the
     current working directory. In a run of a deployment, whose worker chooses this directory, it is an error.

@@ -142,14 +142,14 @@ class StrictBlock(Block, ABC):
         """The name of this block on the Prefect server; None if it is not saved."""
         return self._block_document_name
 
-    def secret_values(self) -> Iterator[str]:
+    def iter_secret_values(self) -> Iterator[str]:
         """Yield every secret value in this block's fields, so that messages can mask it."""
         for name in type(self).model_fields:
             match getattr(self, name):
                 case SecretStr() as secret:
                     yield secret.get_secret_value()
                 case StrictBlock() as block:
-                    yield from block.secret_values()
+                    yield from block.iter_secret_values()
                 case secrets if hasattr(secrets, "get_secret_value"):  # SecretDict
                     yield from map(str, secrets.get_secret_value().values())
 
@@ -411,7 +411,7 @@ class TargetCheck:
     message: str
     conditional_create: bool
     may_be_temporary: bool = False
-    """Whether the error may be temporary: the target did not answer, or not in time."""
+    """Whether the error may be temporary: the target did not answer in time."""
 
 
 class _ProbeError(Exception):
@@ -448,7 +448,7 @@ def probe_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
 
 
 def _format_check_message(target: StorageTarget, message: str) -> str:
-    for secret in target.secret_values():
+    for secret in target.iter_secret_values():
         if len(secret) >= _MIN_SECRET_CHARACTERS:
             message = message.replace(secret, "********")
     return f"{target.uri}: {shorten(' '.join(message.split()), 600)}"

@@ -330,7 +330,7 @@ class _CheckpointSave:
         if start_events := make_attempt_start_events(state.trials.get(name), name, self._report.step):
             state = write_if_unchanged(self._target, state, name, start_events)
             leftovers = find_leftover_checkpoints(self._target, self._folder, state.trial(name), self._log)
-            self._delete_retired(state, leftovers)  # a new attempt deletes what earlier attempts retired
+            self._delete_retired_checkpoints(state, leftovers)  # a new attempt deletes what earlier attempts retired
         started_at, trial = time.monotonic(), state.trial(name)
         save = self._publish_directory(state)
         committed, quarantined, retired = make_commit_events(
@@ -342,7 +342,7 @@ class _CheckpointSave:
             raise SaveOvertaken(f"step {self._report.step}: a checkpoint was quarantined during the save")
         log_commit(save, self._log)
         log_damage(save, quarantined, self._log)
-        self._delete_retired(state, retired)
+        self._delete_retired_checkpoints(state, retired)
         return make_committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
 
     def _find_existing_checkpoint(self, state: Experiment) -> CheckpointRef | None:
@@ -402,7 +402,7 @@ class _CheckpointSave:
             write_if_unchanged(self._target, state, trial.id, [retired])
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
 
-    def _delete_retired(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
+    def _delete_retired_checkpoints(self, state: Experiment, keys: Sequence[CheckpointKey]) -> None:
         if keys:
             trial = state.trial(self._folder.trial)
             delete_or_warn(lambda: delete_retired_checkpoints.fn(self._target, self._folder, trial, keys), self._log)

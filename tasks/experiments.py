@@ -209,10 +209,10 @@ def sync_experiment_state(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
     args = SyncStateArguments(**locals())
-    return make_experiment_state(args.target, retry_on_conflict(lambda: _write_changes(args)))
+    return make_experiment_state(args.target, retry_on_conflict(lambda: _write_trial_changes(args)))
 
 
-def _write_changes(args: SyncStateArguments) -> Experiment:
+def _write_trial_changes(args: SyncStateArguments) -> Experiment:
     state, name = ensure_ownership(args.target, args.experiment), args.trial
     existing = state.trials.get(name)
     if existing is not None and args.config is not None and args.config != existing.config:
@@ -305,15 +305,15 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         point = replace(point, settings=settings)
         if request.strict and (deleted := find_lost_checkpoints(store, point)):
             raise CheckpointNotFound(
-                f"{point.origin}: checkpoints deleted since: {_format_steps(deleted)}. Nothing was started"
+                f"{point.origin}: checkpoints deleted since: {_format_steps_by_trial(deleted)}. Nothing was started"
             )
         into = begin_fork(store, destination.key, point.origin, request.owner, request.stamp)
         result = complete_fork(store, point, into, request.stamp)
         fork, log = result.experiment, get_run_logger()
         log.info("%s: a fork of %s, %d trials", fork.name, point.origin, len(fork.trials), extra=NOTICE)
         for name, refs in result.lost_checkpoints.items():
-            steps, resume_step = _format_steps({name: refs}), _format_resume_step(fork.trial(name))
-            log.warning("trial %s: the origin has deleted %s since%s", name, steps, resume_step)
+            steps, resume_step = _format_steps_by_trial({name: refs}), _format_resume_step(fork.trial(name))
+            log.warning("the origin has since deleted checkpoints: %s%s", steps, resume_step)
         for name, trial in point.experiment.trials.items():
             if (count := len(trial.quarantined_checkpoints)) and not trial.checkpoints:
                 resume_step = _format_resume_step(trial)
@@ -368,11 +368,11 @@ def _load_requested_fork_point(
 def _format_resume_step(trial: Trial) -> str:
     """Return the text about the step from which a trial resumes; "" if the trial has ended."""
     newest = f"step {trial.checkpoints[-1].step}" if trial.checkpoints else "nothing"
-    return "" if trial.phase in ENDED_PHASES else f"; it resumes from {newest}"
+    return "" if trial.phase in ENDED_PHASES else f"; the trial resumes from {newest}"
 
 
-def _format_steps(deleted: Mapping[str, Sequence[CheckpointRef]]) -> str:
-    steps = {trial: ", ".join(str(checkpoint.step) for checkpoint in refs) for trial, refs in deleted.items()}
+def _format_steps_by_trial(checkpoints: Mapping[str, Sequence[CheckpointRef]]) -> str:
+    steps = {trial: ", ".join(str(checkpoint.step) for checkpoint in refs) for trial, refs in checkpoints.items()}
     return "; ".join(f"trial {trial}, step {numbers}" for trial, numbers in steps.items())
 
 

@@ -418,11 +418,11 @@ class ResumeQuestion:
     """Returns why a choice is impossible; None if it is possible."""
 
 
-def apply_answers(iteration: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
+def apply_answers(segment: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
     """Apply the answers of this flow run, and return the result; the run may be new, retried or resumed.
 
     Args:
-        iteration: the plan, and the experiment if it has been read.
+        segment: the plan, and the experiment if it has been read.
         question: the question that the form asks.
         form: the last form of the run. The journal has the answers to earlier forms.
 
@@ -431,9 +431,9 @@ def apply_answers(iteration: RunIteration, question: ResumeQuestion, form: LastF
         ResumeFailed: the experiment cannot be read, or no longer exists. No new experiment was started.
     """
     if form is None:
-        return iteration
-    plan, target = iteration.plan, iteration.plan.target
-    state = iteration.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
+        return segment
+    plan, target = segment.plan, segment.plan.target
+    state = segment.loaded_experiment or with_retries(lambda: read_experiment_to_resume(target, plan.experiment))
     if not state.entry_count:
         missing = missing_experiment_message(target, plan.experiment)
         advice = "Was it deleted, or is the target wrong? Nothing was started: start a new run to train from step 0"
@@ -469,19 +469,19 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
 # The ownership of an experiment, and the end of a run.
 
 
-def acquire_run_ownership(iteration: RunIteration, experiment: Experiment, slots: int) -> Experiment:
+def acquire_run_ownership(segment: RunIteration, experiment: Experiment, slots: int) -> Experiment:
     """Make this run the owner of its experiment, and return the new state. The run trains `slots` trials at a time.
 
     `experiment` is the state that was just read. Raises the errors of `make_next_owner` and `acquire_experiment`.
     """
-    plan = iteration.plan
+    plan = segment.plan
     owner = make_next_owner(experiment, plan.failure_policy.max_restarts)
     owner, loaded = owner.model_copy(update={"slots": slots}), skip_prefect_introspection(experiment)
     return acquire_experiment(plan.target, experiment.key, owner, new_write_stamp(), loaded)
 
 
 @contextmanager
-def guarding_ownership(iteration: RunIteration) -> Iterator[None]:
+def guarding_ownership(segment: RunIteration) -> Iterator[None]:
     """Let a superseded process leave its flow run's state to its successor; on SIGTERM or Ctrl-C, log how to resume.
 
     The successor is a process of the same flow run. The log line says which trials can be resumed.
@@ -496,13 +496,13 @@ def guarding_ownership(iteration: RunIteration) -> Iterator[None]:
         owner = None
         if is_flow_run_resumable():
             with suppress(TuneError):
-                owner = read_experiment_by_name(iteration.plan.target, iteration.plan.experiment).owner
+                owner = read_experiment_by_name(segment.plan.target, segment.plan.experiment).owner
         if owner is None or owner.flow_run != flow_run.id:
             raise
         get_run_logger().warning("%s", error)
         raise Abort(str(error)) from error
     except (TerminationSignal, KeyboardInterrupt) as interrupt:
-        state = iteration.journal_writer.experiment if iteration.journal_writer else None
+        state = segment.journal_writer.experiment if segment.journal_writer else None
         message = format_resume_advice(state) if state and state.trials else "the run had not started: run it again"
         is_interrupt = isinstance(interrupt, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
@@ -588,12 +588,12 @@ def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def answer_events(spec: TrialSpec, state: Experiment, iteration: RunIteration) -> Sequence[Event]:
+def answer_events(spec: TrialSpec, state: Experiment, segment: RunIteration) -> Sequence[Event]:
     """Return the event of the new answer and the events that apply it; () if another start of this run applied it.
 
     The caller writes all of them in one entry, so that a kill cannot separate them.
     """
-    answer = iteration.answer
+    answer = segment.answer
     if answer is None or is_form_answered(state, answer.event.key):
         return ()
     trial, choice, events = state.trials.get(spec.trial.trial), answer.choice, list[Event]([answer.event])
@@ -631,7 +631,7 @@ def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) 
         for name, trial in state.trials.items()
     )
     warning = next(filter(None, warnings), None)
-    note = f"⚠️ {warning}" if warning else "code: no change since the newest checkpoint is known"
+    note = f"⚠️ {warning}" if warning else "code: no known change since the newest checkpoint"
     description = format_form_description(state, plan.target.uri, None, note, retry_reason)
     limits = _get_training_limits(plan, state)
     newest_step = max(limits.checkpoints, default=0)

@@ -99,7 +99,7 @@ def test_a_saved_target_comes_back_with_its_secrets(target: StorageTarget) -> No
     save(target.model_copy(), name)
     loaded = resolve_target(f"{target.get_block_type_slug()}/{name}")
     assert type(loaded) is type(target)
-    assert list(loaded.secret_values()) == list(target.secret_values())
+    assert list(loaded.iter_secret_values()) == list(target.iter_secret_values())
     assert loaded.uri == target.uri
     assert target_reference(loaded) == f"{target.get_block_type_slug()}/{name}"
 
@@ -121,7 +121,7 @@ def test_a_saved_sync_config_keeps_its_target() -> None:
     save(SyncConfig(upload_dir=target, sync_period_seconds=7), "nested")
     loaded = load(SyncConfig, "nested")
     assert isinstance(loaded.upload_dir, S3Target)
-    assert list(loaded.upload_dir.secret_values()) == [SECRET]
+    assert list(loaded.upload_dir.iter_secret_values()) == [SECRET]
     assert loaded.sync_period_seconds == 7
     assert target_reference(loaded.upload_dir) == "s3-target/within"
 

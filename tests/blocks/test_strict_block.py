@@ -146,7 +146,7 @@ class TestEachTarget:
     def test_neither_its_uri_nor_its_text_tells_a_secret(self, target: StorageTarget) -> None:
         text = f"{target.uri} {target!r} {target} {target.model_dump_json()}"
         assert SECRET not in text
-        assert list(target.secret_values()) == [] or SECRET in list(target.secret_values())
+        assert list(target.iter_secret_values()) == [] or SECRET in list(target.iter_secret_values())
 
 
 @pytest.mark.skipif(find_spec("prefect_aws") is not None, reason="prefect-aws is installed")

@@ -32,7 +32,7 @@ class Target:
         assert timeout == SHORT
         yield self._open_store()
 
-    def secret_values(self) -> Iterator[str]:
+    def iter_secret_values(self) -> Iterator[str]:
         yield SECRET
 
 

@@ -163,7 +163,7 @@ class _ProbedTarget:
         with _open_obstore(self._endpoint, seconds=timeout.total_seconds(), request_seconds=20) as store:
             yield store
 
-    def secret_values(self) -> Iterator[str]:
+    def iter_secret_values(self) -> Iterator[str]:
         yield from ()
 
 

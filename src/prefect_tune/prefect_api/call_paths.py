@@ -41,15 +41,15 @@ def isolated_run_context() -> Iterator[None]:
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     tags, held_tags = TagsContext.get().current_tags, task.task_run.tags if task is not None else ()
     with ExitStack() as resets:
-        _set_variable(resets, _caller_tags, frozenset(tags).difference(held_tags))
+        _set_context_variable(resets, _caller_tags, frozenset(tags).difference(held_tags))
         if flow and flow.flow_run and task and task.task_run.flow_run_id != flow.flow_run.id:
-            _set_variable(resets, _calling_task, task)
-            _set_variable(resets, _task_variable, None)
+            _set_context_variable(resets, _calling_task, task)
+            _set_context_variable(resets, _task_variable, None)
         resets.enter_context(TagsContext(current_tags=set()))
         yield
 
 
-def _set_variable(resets: ExitStack, variable: ContextVar[_Value], value: _Value) -> None:
+def _set_context_variable(resets: ExitStack, variable: ContextVar[_Value], value: _Value) -> None:
     resets.callback(variable.reset, variable.set(value))
 
 
@@ -118,7 +118,7 @@ def _build_path(
     root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
     """Return the path of the last of `calls`, each a flow run and the task run that represents the call of this run."""
-    path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _calling_task_context()
+    path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _get_calling_task()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
         action = "" if calls else stable_digest(purpose)
@@ -130,7 +130,7 @@ def _build_path(
         action = stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
-            number = _number_call(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
+            number = _get_call_number(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
             path = CallPath(f"{prefix}-{action}:{number}", prefix, path.caller)
         elif task is not None and task.task_run.id == caller:
             path = _build_task_path(run, task.task_run, _digest_task_arguments(task), action, parent, execution)
@@ -147,7 +147,7 @@ def get_caller_ids(run: TaskRun) -> list[UUID]:
     return [caller.id for caller in run.task_inputs.get("__parents__", ()) if isinstance(caller, TaskRunResult)]
 
 
-def _calling_task_context() -> TaskRunContext | None:
+def _get_calling_task() -> TaskRunContext | None:
     return TaskRunContext.get() or _calling_task.get()
 
 
@@ -163,12 +163,12 @@ def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, p
     """Return the path of a call by a task, numbered among equal calls of equal tasks in this flow `execution`."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{stable_digest([name, arguments])}"
-    task_number = _number_call(task.id, f"{execution}/{prefix}-{action}")
-    number = _number_call(run.id, f"{execution}/{task.id}@{task.run_count}/{prefix}-{action}")
+    task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")
+    number = _get_call_number(run.id, f"{execution}/{task.id}@{task.run_count}/{prefix}-{action}")
     return CallPath(f"{prefix}-{action}:{task_number}:{number}", prefix, (execution, task.id, task.run_count))
 
 
-def _number_call(run: UUID, caller: str) -> int:
+def _get_call_number(run: UUID, caller: str) -> int:
     with _guard:
         runs = _runs_by_caller[caller]
         if run not in runs:
@@ -187,7 +187,7 @@ def claim_call_key(key: str) -> None:
         _runs_by_key[key] = current_flow_run().id
     if not others:
         return
-    task = _calling_task_context()
+    task = _get_calling_task()
     advice = "; or call from tasks with different arguments, or one after another"
     if task is not None and hash_objects(task.parameters) is None:
         advice = f": the arguments of task {task.task_run.name!r} cannot be compared, since Prefect cannot hash them"

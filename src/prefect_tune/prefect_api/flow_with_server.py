@@ -119,7 +119,7 @@ class FlowWithServer(Flow[_P, _R]):
             raise again from None
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options, like Prefect; the copy is also a `FlowWithServer`.
+        """Return a copy with other options, as Prefect does; the copy is also a `FlowWithServer`.
 
         To ask upstream: that `Flow.with_options` returns an object of the same class, not a plain `Flow`.
         """

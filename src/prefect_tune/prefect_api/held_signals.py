@@ -90,7 +90,7 @@ class _ActiveCall:
     """A call that ends on a signal. A call in the main thread takes part while other threads have calls."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
-    is_nested: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
+    is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
     is_signalled: bool = False
     """Whether the call has received a signal."""
     has_trials: bool = False
@@ -108,7 +108,7 @@ class _SignalHolder:
         self._changed = threading.Condition()
         self._calls: dict[int, _ActiveCall] = {}
         self._received: list[signal.Signals] = []
-        self._is_nested = self._is_main_signalled = False
+        self._is_any_within_run = self._is_main_signalled = False
         self._stopped = threading.Event()
         """Set unless signals are held; the thread "signals" exits when it is set."""
         self._stopped.set()
@@ -167,7 +167,7 @@ class _SignalHolder:
             return
         for thread, call in self._calls.items():
             self._is_main_signalled |= thread == threading.main_thread().ident
-            self._is_nested |= call.is_nested
+            self._is_any_within_run |= call.is_within_run
             self._notify_call(call, number)
 
     @staticmethod
@@ -184,11 +184,11 @@ class _SignalHolder:
             self._received.append(latest)  # arrived after the last poll
         numbers, self._received = self._received, []
         is_main_signalled, self._is_main_signalled = self._is_main_signalled, False
-        is_nested, self._is_nested = self._is_nested, False
+        is_within_run, self._is_any_within_run = self._is_any_within_run, False
         if is_main_signalled:
             return
         is_fatal = any(signal.getsignal(number) is signal.SIG_DFL for number in numbers)
-        if is_fatal and is_nested:
+        if is_fatal and is_within_run:
             threading.Timer(_STATE_TIMEOUT_SECONDS, _send_signals, [numbers]).start()
         else:
             _send_signals(numbers)

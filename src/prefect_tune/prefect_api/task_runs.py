@@ -240,7 +240,7 @@ def current_max_workers() -> int | None:
 #
 # Prefect's own wait fails if a limit is 0 (HTTP 422), and cannot be ended by the caller.
 #
-# To ask upstream: a wait that a caller can end; HTTP 423 for a limit of 0, like for a limit without free slots.
+# To ask upstream: a wait that a caller can end; HTTP 423 for a limit of 0, as for a limit without free slots.
 
 _ACQUIRE_TIMEOUT, _RETRY_INTERVAL = timedelta(seconds=5), timedelta(seconds=2)
 _LEASE_DURATION = timedelta(seconds=60)  # the slot of a killed process becomes free after this time

@@ -106,7 +106,7 @@ def test_what_the_origin_has_deleted_since_is_said_and_refused_where_that_is_ask
         pt.resume("old", strict_fork=True, **fork)
     assert read_objects(local_target) == before
     new = pt.resume("old", **fork)
-    assert "trial 00000: the origin has deleted trial 00000, step 3 since" in caplog.text
+    assert "the origin has since deleted checkpoints: trial 00000, step 3" in caplog.text
     (trial,) = new.trials.values()
     assert (trial.step, trial.recomputed_steps) == (4, 3)
 
