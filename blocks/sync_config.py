@@ -97,7 +97,7 @@ class SyncConfig(StrictBlock):
         default=16,
         ge=1,
         description="Data that several checkpoints share is uploaded once. Within this number of commits all of it is "
-        "read back and verified, a part per commit; damaged data is uploaded again. 1: all data in each commit.",
+        "read back and verified, some in each commit; damaged data is uploaded again. 1: all data in each commit.",
     )
 
     @field_validator("upload_dir", mode="before")

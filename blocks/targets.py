@@ -74,8 +74,8 @@ class LocalTarget(StorageTarget):
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error instead of being created: below a mount point, it means that "
-        "nothing is mounted.",
+        description="Whether a missing folder is an error; if not, it is created. Below a mount point, a missing "
+        "folder means that nothing is mounted.",
     )
 
     may_hang: bool = Field(

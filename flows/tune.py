@@ -117,7 +117,7 @@ def tune(
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         max_concurrent_trials: how many trials train at once. Default: one trial for each CPU, or as many trials as fit
-            with their `resources_per_trial`. The `max_workers` of the flow's thread pool task runner limits both.
+            with their `resources_per_trial`. Never more than `max_workers` of the flow's thread pool task runner.
         resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this machine
             trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray schedule trials
             by these resources.
@@ -125,7 +125,7 @@ def tune(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: 0 for its own failures, 10 for failures of the machine.
-        allow_missing_metric: whether reports may lack the metric; if not, a trial that reports no number for it errors.
+        allow_missing_metric: whether reports may lack the metric; if not, a trial that reports no number for it fails.
         fail_fast: whether the first trial that errors ends the experiment; the other trials save and can be resumed.
             None: the same error in three trials ends it, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it

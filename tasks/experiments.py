@@ -192,7 +192,7 @@ def sync_experiment_state(
         trial: the trial's name in the experiment; it is added if it is new.
         reports: the metrics of trained steps, by step, such as `{1: {"loss": 0.5}}`. Steps up to the newest step of
             the running attempt are left out, because the journal has them. If no attempt is running, steps up to the
-            checkpoint that the next attempt continues from are left out. `save_checkpoint` journals its own step.
+            checkpoint from which the next attempt continues are left out. `save_checkpoint` journals its own step.
         config: the configuration of a new trial; an existing trial must have the same configuration.
         status: how the trial ends: `completed`; `paused`, so that a later run continues it; or `errored`. A later save
             continues the trial in any case. Default: the trial does not end.

@@ -227,7 +227,7 @@ def suspend_with_form(form: InputForm) -> NoReturn:
 def read_last_form() -> LastForm | None:
     """Return the last form of this flow run, and its answer; None if the run was never suspended.
 
-    Find the form through the run's states: Prefect lists all states of a run, but only the oldest 200 of its inputs.
+    It searches the states of the run: Prefect lists all states of a run, but only the oldest 200 of its inputs.
     """
     if not is_flow_run_resumable():
         return None

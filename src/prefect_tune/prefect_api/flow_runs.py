@@ -90,7 +90,7 @@ def has_resume_state(states: Sequence[State[Any]]) -> bool:
 
 
 def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Return whether the run is paused, or runs and has sent a recent heartbeat, if heartbeats are on."""
+    """Return whether the run is paused or running; if heartbeats are on, a running run must have sent a recent one."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
         return False
     period = get_current_settings().flows.heartbeat_frequency
