@@ -34,7 +34,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.summary import experiment_kind
 from prefect_tune.core.experiment.trial_transitions import Status
-from prefect_tune.core.journal.journal import load_experiment, read_next_entry
+from prefect_tune.core.journal.journal import load_experiment, read_entry_if_exists
 from prefect_tune.core.messages.target_messages import ExperimentView, read_live_status
 from prefect_tune.core.operations.delete_experiment import delete_generation, find_generation_to_delete
 from prefect_tune.core.operations.scrub import DailyShare
@@ -409,7 +409,7 @@ def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageT
     on this machine's clock. This check misses a search in its first second, and a search with
     `live_period_seconds=None` while none of its trials runs.
     """
-    last, live = read_next_entry(store, state.key, state.entry_count - 1), read_live_status(store, state)
+    last, live = read_entry_if_exists(store, state.key, state.entry_count), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
     freshness = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
     freshness = replace(freshness, is_running=freshness.is_running or live is not None)

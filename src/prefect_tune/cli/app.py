@@ -20,7 +20,7 @@ from prefect_tune.core.errors import BadMetric, CheckpointNotFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import require_trial
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import load_experiment, read_next_entry
+from prefect_tune.core.journal.journal import load_experiment, read_entry_if_exists
 from prefect_tune.core.messages.target_messages import ExperimentView, read_view
 from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -244,7 +244,7 @@ def select_trials(state: Experiment, trial: str | None) -> Sequence[Trial]:
 
 def read_last_entry_time(store: ObjectStore, state: Experiment) -> str:
     """Return the time of the last journal entry; "" if there is none."""
-    last = read_next_entry(store, state.key, state.entry_count - 1)
+    last = read_entry_if_exists(store, state.key, state.entry_count)
     return last.at if last else ""
 
 

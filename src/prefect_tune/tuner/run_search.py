@@ -26,7 +26,7 @@ from prefect_tune.core.experiment.failure_policy import repeated_error_reason
 from prefect_tune.core.experiment.stoppers import experiment_stoppers, trial_stopper
 from prefect_tune.core.experiment.summary import count_by_status, find_best_trial, format_best_label
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
-from prefect_tune.core.journal.journal import read_next_entry
+from prefect_tune.core.journal.journal import read_entry_if_exists
 from prefect_tune.core.journal_events import Event, ExperimentConfigured, PriorTrial, WarmStart
 from prefect_tune.core.reasons import Reason, root_error
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
@@ -481,7 +481,7 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
     def read_entries(store: ObjectStore) -> Sequence[WarmStart]:
         warm_starts: list[WarmStart] = []
         for number in sorted(set(state.warm_starts.values())):
-            if (entry := read_next_entry(store, state.key, number - 1)) is None:
+            if (entry := read_entry_if_exists(store, state.key, number)) is None:
                 raise JournalCorrupt(f"{state.key}: entry {number} is missing")
             configured = (event for event in entry.events if isinstance(event, ExperimentConfigured))
             warm_starts.extend(warm_start for event in configured for warm_start in event.warm_starts)

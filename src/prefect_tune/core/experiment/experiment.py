@@ -125,7 +125,7 @@ class Experiment(Value):
     term: int = 0
     owner: Owner | None = None
     owner_since_entry: int = 0
-    """The number of the entry with which the present owner took over the experiment."""
+    """The number of the entry whose `OwnerChanged` made this owner the owner; 0 without an owner."""
     last_adopting_term: int = 0
     """The last term whose owner adopted the unjournaled saves of the previous owner."""
     settings: Mapping[str, object] = Field(default_factory=dict)

@@ -102,7 +102,7 @@ class PolicyEvent(Value):
     failed: bool = False
     """With "ended", whether the trial errored."""
     stopped: bool = False
-    """With "ended", whether the scheduler ended the trial early."""
+    """With "ended", whether the scheduler pruned the trial (in the glossary, *stopped* has another meaning)."""
 
 
 class Clone(Value):

@@ -10,12 +10,13 @@ This works for any number of processes that do not know of each other, without l
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
   (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
-- **Non-owners** (quarantine and pruning by another process) append through `append_as_non_owner`, and only
+- **Non-owners** (quarantine and retirement by another process) append through `append_as_non_owner`, and only
   `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
   appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
   the existing entry has the same write id, the create has succeeded.
-- **Deletion.** An entry counts only if its writer, after creating it, still finds the first entry: see `generations`.
+- **Deletion.** After creating an entry, its writer checks that entry 1 still exists (a deletion removes it first). Only
+  then does the entry count: see `generations`.
 - **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
 
 Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry, which an
@@ -125,21 +126,20 @@ def read_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Seq
     return [entry for entry, _ in iter_entries(store, journal, after)]
 
 
-def read_next_entry(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
-    """Return the entry after `number`; None if it does not exist yet. Sends one request, for polling a journal.
+def read_entry_if_exists(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
+    """Return entry `number`; None if it does not exist. Sends one request.
 
     Raises:
         JournalCorrupt: the entry is damaged.
     """
-    path = journal.entry_path(number + 1)
+    path = journal.entry_path(number)
     return None if (data := _read_if_exists(store, path)) is None else decode_entry(data, path)
 
 
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the fold of the journal's entries; the empty experiment for an empty journal.
 
-    Reads the newest readable snapshot and the entries after it. If the entries do not continue the snapshot, reads all
-    entries.
+    Reads the newest readable snapshot and the entries after it; all entries if these do not continue the snapshot.
 
     Raises:
         JournalCorrupt: an entry is missing or altered, or its events cannot follow the earlier ones.
@@ -310,9 +310,9 @@ def acquire_ownership(
 ) -> Experiment:
     """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
-    `events_for` receives the state before the new term. `loaded` may be an earlier state: then only its last entry is
-    checked, and only later entries are read. If `loaded` is the empty experiment, the journal is read only if another
-    process has written to it.
+    `events_for` receives the state before the new term. `loaded` is None, or an earlier state: then only its last entry
+    is checked, and only later entries are read. If that state has no entries (`empty_experiment`), the journal is read
+    only if another process has written to it.
 
     In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
     number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.
@@ -323,9 +323,9 @@ def acquire_ownership(
     """
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
-        state = _refresh_state(store, loaded) if loaded else load_experiment(store, journal)
+        state = load_experiment(store, journal) if loaded is None else _refresh_state(store, loaded)
         if state.owner_since_entry:
-            first_of_term = read_next_entry(store, journal, state.owner_since_entry - 1)
+            first_of_term = read_entry_if_exists(store, journal, state.owner_since_entry)
             if first_of_term is not None and first_of_term.write_id == stamp.write_id:
                 return state  # an earlier try of this call succeeded, and its reply was lost
         owner_changed = OwnerChanged(
@@ -342,13 +342,13 @@ def acquire_ownership(
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
 
-def _refresh_state(store: ObjectStore, cached: Experiment) -> Experiment:
-    """Apply the entries after `cached`; if they do not continue `cached`, the journal was replaced: load it again."""
-    if not cached.entry_count:
-        return cached  # if a first entry exists by now, the append is refused, and the journal is read then
+def _refresh_state(store: ObjectStore, loaded: Experiment) -> Experiment:
+    """Apply the entries after `loaded`; if they do not continue `loaded`, the journal was replaced: load it again."""
+    if not loaded.entry_count:
+        return loaded  # if a first entry exists by now, the append is refused, and the journal is read then
     with suppress(JournalCorrupt):
-        return _apply_newer_entries(store, cached)
-    return load_experiment(store, cached.key)
+        return _apply_newer_entries(store, loaded)
+    return load_experiment(store, loaded.key)
 
 
 # The owners of a journal's earlier terms.
