@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.measuring.tables import describe_setup, format_table, publish_section
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.core.messages.process_messages import FromTrial, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, StepDone, TrainingEnded
 from tests.fakes.trial_processes import make_start, supervised_process
 
 FEW = 5
@@ -140,9 +140,9 @@ class _Attempts:
         start = make_start(trainable, self._folder, config, steps=self._way.steps)
         messages: list[FromTrial] = []
         with open_channel(start, _LOG) as channel:
-            while not (messages and isinstance(messages[-1], TrialEnded)):
+            while not (messages and isinstance(messages[-1], TrainingEnded)):
                 messages += [message] if (message := channel.receive(_TIMEOUT)) else []
-        if failures := [message for message in messages if isinstance(message, TrialEnded) and message.raised]:
+        if failures := [message for message in messages if isinstance(message, TrainingEnded) and message.raised]:
             raise RuntimeError(f"{trainable}: {failures}")
         return messages
 

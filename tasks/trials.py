@@ -74,7 +74,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
     Args:
         spec: the specification of the trial.
         request: the request for this attempt.
-        channel: the channel to the search; `channel.stop` makes the trial save and end within `spec.grace_period`.
+        channel: the channel to the search; `channel.run_stop` makes the trial save and end within `spec.grace_period`.
 
     Raises the errors of `Attempt.run`.
     """
@@ -87,7 +87,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
         quiet_inner_tasks(),
         retrying_refusals(),
         closing(channel),
-        holding_concurrency_limits(spec.concurrency_limits, channel.stop),
+        holding_concurrency_limits(spec.concurrency_limits, channel.run_stop),
     ):
         ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), log).run()
     if isinstance(ended.outcome, AttemptEnded):
@@ -210,7 +210,7 @@ def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopp
 def _run_attempt_without_search(spec: TrialSpec, state: Experiment, stop: threading.Event) -> tuple[Trial, Outcome]:
     with TrialProcessPool(slots=0) as pool:
         channel = InProcessChannel(spec.trial.trial, lambda _: None, pool)
-        channel.stop = stop
+        channel.run_stop = stop
         name, trial = spec.trial.trial, state.trial(spec.trial.trial)
         has_history = spec.needs_history and trial.checkpoints
         reports = tuple(ReportReader(spec.target, state.key).read_reports(trial)) if has_history else ()

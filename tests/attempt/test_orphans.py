@@ -24,7 +24,7 @@ from prefect_tune.core.messages.process_messages import (
     FromTrial,
     Start,
     StepDone,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.reasons import get_reason_code
 from tests.fakes.supervisors import TIMEOUT_SECONDS, SupervisedTrial, supervise_trial
@@ -210,7 +210,7 @@ def train_and_end(open_process: Opener, folder: Path, ending: str, way: str) -> 
     config = {"witness": str(witness), "way": way, "steps": 3 if ending == "by itself" else 10_000}
     with open_process(make_start(parallel.train_with_workers, folder, config), LOG) as channel:
         last = _receive_last_message(channel, lambda: _end_trial(ending, channel, witness))
-        assert isinstance(last, TrialEnded | None), (way, last)
+        assert isinstance(last, TrainingEnded | None), (way, last)
         code = None if last is None else get_reason_code(last.outcome.reason)
         assert code == {"killed": None, "asked to stop": "saved-as-requested"}.get(ending, "returned"), (way, last)
         channel.end()
@@ -225,7 +225,7 @@ def _receive_last_message(channel: TrialChannel, on_second_step: Callable[[], No
             message = channel.receive(timedelta(seconds=0.1))
         except EOFError:
             return None
-        if isinstance(message, TrialEnded):
+        if isinstance(message, TrainingEnded):
             return message
         if isinstance(message, StepDone):
             if message.report.step == 2:

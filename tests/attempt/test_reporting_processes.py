@@ -20,7 +20,7 @@ from prefect_tune.core.messages.process_messages import (
     FromTrial,
     StepDone,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.reasons import make_reason
 from tests.fakes.outcomes import make_stop
@@ -58,7 +58,7 @@ def receive_next(channel: TrialChannel) -> FromTrial:
 def acknowledge_saves(channel: TrialChannel) -> Sequence[FromTrial]:
     """Acknowledge each checkpoint; return all messages."""
     messages: list[FromTrial] = []
-    while not (messages and isinstance(messages[-1], TrialEnded)):
+    while not (messages and isinstance(messages[-1], TrainingEnded)):
         messages.append(receive_next(channel))
         if isinstance(messages[-1], StepDone) and messages[-1].checkpoint:
             channel.send(CheckpointSaved(step=messages[-1].report.step))
@@ -82,7 +82,7 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(
         if step.checkpoint:
             assert Path(step.checkpoint, "said").read_text() == f"{metrics['thread']} {metrics['index']}"
     returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
-    assert drop_seconds(messages[-1]) == TrialEnded(outcome=returned)
+    assert drop_seconds(messages[-1]) == TrainingEnded(outcome=returned)
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProce
         assert channel.receive(_SHORT_TIMEOUT) is None
         stop = make_stop("enough", save=False)
         channel.send(stop)
-        assert drop_seconds(receive_next(channel)) == TrialEnded(outcome=stop.outcome)
+        assert drop_seconds(receive_next(channel)) == TrainingEnded(outcome=stop.outcome)
         channel.end()
     assert not recorder.lines, "all threads have ended, and printed nothing"
 
@@ -163,7 +163,7 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
         {"loss": 1.0},
         {"code": code},
     ]
-    assert isinstance(messages[-1], TrialEnded)
+    assert isinstance(messages[-1], TrainingEnded)
     if open_process is not trial_in_thread:
         assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
 

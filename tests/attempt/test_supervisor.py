@@ -19,7 +19,13 @@ import pytest
 from prefect_tune.attempt import supervisor as attempt_supervisor
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
-from prefect_tune.attempt.processes.process_channel import LAUNCHER, RankGroup, RankLostError, TrialChannel, _JoinedRank
+from prefect_tune.attempt.processes.process_channel import (
+    PARENT_RANK,
+    RankGroup,
+    RankLostError,
+    TrialChannel,
+    _JoinedRank,
+)
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_channel import InProcessChannel
 from prefect_tune.attempt.supervisor import MetricsCollector, PartCollector
@@ -42,7 +48,7 @@ from prefect_tune.core.messages.process_messages import (
     StopTrial,
     ToTrial,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.reasons import ProcessEnd, Reason, get_reason_code, make_reason
 from prefect_tune.core.storage.layout import TrialKey
@@ -250,13 +256,13 @@ def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(s
     failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
     stop = StopTrial(outcome=failure, save=False)
     step = StepDone(report=StepReport(step=2, metrics={}), awaits_decision=True)
-    channel = FakeChannel([LOADED, step, TrialEnded(outcome=failure)])
+    channel = FakeChannel([LOADED, step, TrainingEnded(outcome=failure)])
     assert supervise(channel, spec, search_channel=search_channel) == failure
     assert channel.sent == [stop]
 
 
 def test_the_clock_of_silence_does_not_run_while_the_trainable_is_being_loaded(spec: TrialSpec) -> None:
-    assert supervise(FakeChannel([0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]), spec) == DONE
+    assert supervise(FakeChannel([0.6, 0.0, LOADED, TrainingEnded(outcome=DONE)]), spec) == DONE
 
 
 def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing_is(spec: TrialSpec) -> None:
@@ -296,7 +302,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
     answer = ContinueTraining(decision_step=None)
     search_channel = InProcessChannel("t", lambda _: search_channel.send_decision(answer), TrialProcessPool(slots=1))
-    messages = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrialEnded(outcome=DONE)]
+    messages = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrainingEnded(outcome=DONE)]
     channel = FakeChannel(messages)
     assert supervise(channel, spec, search_channel=search_channel) == DONE
     assert channel.sent == [answer]
@@ -307,7 +313,7 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
     spec: TrialSpec, saves: bool, code: str
 ) -> None:
     search_channel, channel = make_channel(), FakeChannel([LOADED, make_step(1, saves=saves)])
-    search_channel.stop.set()
+    search_channel.run_stop.set()
     outcome = supervise(channel, spec, search_channel=search_channel)
     assert (outcome.cause, outcome.before_first_step) == (Cause.PREEMPTED, False)
     assert outcome.reason == make_reason(code, seconds=0.3)
@@ -316,7 +322,7 @@ def test_who_is_asked_to_stop_has_the_grace_and_then_it_is_said_what_was_missing
 
 def test_a_trial_whose_process_is_interrupted_twice_is_ended_before_its_grace_is_over(spec: TrialSpec) -> None:
     search_channel, abandoned = make_channel(), threading.Event()
-    search_channel.stop.set()
+    search_channel.run_stop.set()
     abandoned.set()
     long_grace = replace(spec, grace_period=timedelta(hours=1))
     with stopping_retries_on(abandoned):
@@ -329,7 +335,7 @@ def test_a_group_that_was_asked_to_stop_and_whose_last_save_failed_does_not_say_
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
-    saved = TrialEnded(outcome=make_failure("saved", Cause.PREEMPTED))
+    saved = TrainingEnded(outcome=make_failure("saved", Cause.PREEMPTED))
     first = FakeChannel([LOADED, make_step(1, saves=True), *[0.01] * 9, saved])
     outcome = supervise_group(make_group(first, FakeChannel([LOADED])), patient_spec)
     assert first.sent == [SaveFailed(step=1)]
@@ -355,18 +361,18 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
 
 @pytest.mark.parametrize("received", range(4))
 def test_the_end_of_a_rank_is_received_before_what_its_launcher_says_of_it(received: int) -> None:
-    launcher = FakeChannel([TrialEnded(outcome=make_failure("rank 1 failed"), raised=True)])
+    launcher = FakeChannel([TrainingEnded(outcome=make_failure("rank 1 failed"), raised=True)])
     rank = FakeChannel([], KILLED)
     group = make_group(launcher, rank)
-    group._channels = group._open_channels = cast("dict[int, TrialChannel]", {LAUNCHER: launcher, 1: rank})
+    group._channels = group._open_channels = cast("dict[int, TrialChannel]", {PARENT_RANK: launcher, 1: rank})
     group._turn = received
     with pytest.raises(RankLostError):
         group.receive(timedelta(0))
 
 
-def make_raised(text: str, traceback: str = "File x, line 1") -> TrialEnded:
+def make_raised(text: str, traceback: str = "File x, line 1") -> TrainingEnded:
     """Return the message of a rank that raised an exception of type `E`."""
-    return TrialEnded(outcome=make_failure(text, type="E", traceback=traceback), raised=True)
+    return TrainingEnded(outcome=make_failure(text, type="E", traceback=traceback), raised=True)
 
 
 def make_rank_end(text: str) -> Reason:
@@ -382,7 +388,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
     dead = subprocess.Popen(["true"])
     dead.wait()
     failed = FakeChannel([LOADED, make_raised("connection reset by peer")])
-    channels = {LAUNCHER: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
+    channels = {PARENT_RANK: FakeChannel([]), 0: FakeChannel([0.01] * 5, KILLED), 1: failed}
     group = make_group(*channels.values())
     group._channels = cast("dict[int, TrialChannel]", channels)
     group._open_channels = dict(group._channels)
@@ -408,7 +414,11 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 ],
             ),
             (
-                [FakeChannel([LOADED]), FakeChannel([TrialEnded(outcome=RETURNED)]), FakeChannel([make_raised("x")])],
+                [
+                    FakeChannel([LOADED]),
+                    FakeChannel([TrainingEnded(outcome=RETURNED)]),
+                    FakeChannel([make_raised("x")]),
+                ],
                 [
                     RankEnd(ranks=(2,), how=make_rank_end("x"), is_cause=True),
                     RankEnd(ranks=(1,), how=make_reason("returned")),
@@ -416,8 +426,8 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
             ),
             (
                 [
-                    FakeChannel([LOADED, make_step(1), TrialEnded(outcome=RETURNED)]),
-                    FakeChannel([TrialEnded(outcome=RETURNED)]),
+                    FakeChannel([LOADED, make_step(1), TrainingEnded(outcome=RETURNED)]),
+                    FakeChannel([TrainingEnded(outcome=RETURNED)]),
                     FakeChannel([], ProcessEnd(exit_code=3)),
                 ],
                 [
@@ -429,7 +439,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
             ),
-            ([FakeChannel([LOADED, make_step(1), TrialEnded(outcome=RETURNED)])] * 3, []),
+            ([FakeChannel([LOADED, make_step(1), TrainingEnded(outcome=RETURNED)])] * 3, []),
             ([FakeChannel([LOADED, make_raised("x")])], []),
             (
                 [FakeChannel([LOADED, make_step(1, saves=True), make_step(2, saves=True)]), *[FakeChannel([])] * 2],
@@ -457,7 +467,7 @@ def test_the_ends_of_ranks_unlike_the_others_are_known_by_rank(
 ) -> None:
     monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, timedelta(0)))
     monkeypatch.setattr(attempt_supervisor, "MetricsCollector", lambda size: MetricsCollector(size, timedelta(0)))
-    if all(rank.process_end or (rank.messages and isinstance(rank.messages[-1], TrialEnded)) for rank in ranks):
+    if all(rank.process_end or (rank.messages and isinstance(rank.messages[-1], TrainingEnded)) for rank in ranks):
         # wait for all ranks, even on a slow machine
         monkeypatch.setattr(attempt_supervisor, "_ROOT_CAUSE_TIMEOUT", timedelta(minutes=1))
     meter = UsageMeter()
@@ -512,7 +522,7 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     monkeypatch.setattr(attempt_supervisor, "MetricsCollector", CountingMetrics)
     reported = RankMetrics(step=1, metrics={"loss": 1.0})
     command = RankCommand(step=1, save=False, stop=False, outcome=None)
-    first = FakeChannel([LOADED, reported, *[0.001] * 180, command, TrialEnded(outcome=DONE)])
-    second = FakeChannel([*[0.001] * 120, LOADED, reported, TrialEnded(outcome=DONE)])
+    first = FakeChannel([LOADED, reported, *[0.001] * 180, command, TrainingEnded(outcome=DONE)])
+    second = FakeChannel([*[0.001] * 120, LOADED, reported, TrainingEnded(outcome=DONE)])
     assert supervise_group(make_group(first, second), patient_spec) == DONE
     assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]

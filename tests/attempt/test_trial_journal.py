@@ -149,7 +149,7 @@ def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Pa
 
 def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_written(tmp_path: Path) -> None:
     def ask_and_commit(journal: SubmittingJournal) -> None:
-        search.executor._channels[TRIAL.trial].request_decision(REPORTED.report)
+        search.executor._channels[TRIAL.trial].await_decision(REPORTED.report)
         journal.write([REPORTED, COMMITTED])
 
     def poll(timeout: timedelta) -> Sequence[object]:
@@ -187,7 +187,7 @@ def test_what_an_attempt_saves_when_its_failed_search_stops_it_is_written(tmp_pa
     stopped = AttemptEnded(trial=TRIAL.trial, cause=Cause.PREEMPTED, reason="saved, as requested")
 
     def attempt(journal: SubmittingJournal) -> None:
-        assert search.executor._channels[TRIAL.trial].stop.wait(20)
+        assert search.executor._channels[TRIAL.trial].run_stop.wait(20)
         journal.write([stopped])
 
     search = Search(tmp_path, attempt)
@@ -205,12 +205,12 @@ def test_trials_that_all_wait_for_a_slot_end_with_the_run_and_none_has_lost_an_a
         @contextmanager
         def slot(**_options: object) -> Iterator[None]:
             waiting.add(request.trial.id)
-            if not channel.stop.wait(0.01):
+            if not channel.run_stop.wait(0.01):
                 raise TimeoutError
             yield
 
         def run() -> None:
-            with task_runs._holding_slots(["gpu"], channel.stop, slot):
+            with task_runs._holding_slots(["gpu"], channel.run_stop, slot):
                 Attempt(spec, request, channel, DirectTasks(spec), getLogger(__name__)).run()
             on_end(None)
 

@@ -15,7 +15,7 @@ from prefect_tune.core.display_text import did_you_mean, did_you_mean_or_list, m
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.stoppers import MaxTime, as_stopper
 from prefect_tune.core.journal_events import AttemptEnded, Cause, TrialFinished
-from prefect_tune.core.messages.process_messages import StepDone, TrialEnded, from_trial_adapter
+from prefect_tune.core.messages.process_messages import StepDone, TrainingEnded, from_trial_adapter
 from prefect_tune.core.metrics import average_metrics, is_finite, is_number, short_repr, to_plain_metrics
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.resources import parse_resources
@@ -135,7 +135,10 @@ def test_an_events_and_a_messages_text_can_be_read_back(text: str) -> None:
     for reason in (f"ValueError: {text}", make_reason("save-failed", error=text)):
         event = AttemptEnded(trial="t", cause=Cause.TRAINABLE, reason=reason)
         assert AttemptEnded.model_validate_json(canonical_json(event.model_dump(mode="json"))) == event
-    for message in (failure_message(ValueError(text), "t"), TrialEnded(outcome=TrialFinished(trial="t", reason=text))):
+    for message in (
+        failure_message(ValueError(text), "t"),
+        TrainingEnded(outcome=TrialFinished(trial="t", reason=text)),
+    ):
         assert from_trial_adapter.validate_json(message.model_dump_json()) == message
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefect_tune.core.journal_events import AttemptEnded, Cause, FinishKind, TrialFinished
-from prefect_tune.core.messages.process_messages import FromTrial, StopTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, StopTrial, TrainingEnded
 from prefect_tune.core.reasons import Reason, make_reason
 
 
@@ -18,7 +18,7 @@ def make_stop(reason: str, *, save: bool, trial: str = "t") -> StopTrial:
 
 def require_failure(message: FromTrial | None) -> AttemptEnded:
     """Return the failure in the last message of a process whose trainable raised."""
-    assert isinstance(message, TrialEnded), message
+    assert isinstance(message, TrainingEnded), message
     assert message.raised, message
     assert isinstance(message.outcome, AttemptEnded), message
     return message.outcome

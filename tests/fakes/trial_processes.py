@@ -22,7 +22,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import serialize_for_trial
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never
-from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Start, StepDone, TrainingEnded
 from prefect_tune.stores.local.scratch import ScratchDirectory
 
 _MARK = "PREFECT_TUNE_TEST_NURSERY"
@@ -81,20 +81,20 @@ def receive_messages(channel: TrialChannel, *, seconds: float = 60) -> Sequence[
             return messages
         if message is not None:
             messages.append(message)
-        if isinstance(message, TrialEnded):
+        if isinstance(message, TrainingEnded):
             return messages
     raise AssertionError(f"not within {seconds:g} s: the end of a trial; its messages: {messages}")
 
 
 def drop_seconds(message: FromTrial) -> FromTrial:
     """Return a message without the seconds that the trial measured."""
-    return message.model_copy(update={"seconds": None}) if isinstance(message, TrialEnded) else message
+    return message.model_copy(update={"seconds": None}) if isinstance(message, TrainingEnded) else message
 
 
 def receive_metrics(channel: TrialChannel) -> Mapping[str, Any]:
     """Return the metrics of the last step of a trial that ends well."""
     messages = receive_messages(channel)
-    assert isinstance(messages[-1], TrialEnded), messages
+    assert isinstance(messages[-1], TrainingEnded), messages
     return [message.report.metrics for message in messages if isinstance(message, StepDone)][-1]
 
 

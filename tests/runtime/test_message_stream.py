@@ -17,7 +17,7 @@ from prefect_tune.core.messages.process_messages import (
     CheckpointSaved,
     FromTrial,
     StepDone,
-    TrialEnded,
+    TrainingEnded,
     from_trial_adapter,
 )
 from prefect_tune.core.values import StepReport
@@ -48,7 +48,7 @@ def frame_message(message: FromTrial | CheckpointSaved) -> bytes:
     return struct.pack("!i", len(data)) + data
 
 
-LAST = TrialEnded(outcome=TrialFinished(trial="t", reason="dönë"))
+LAST = TrainingEnded(outcome=TrialFinished(trial="t", reason="dönë"))
 
 
 def test_a_message_that_comes_byte_by_byte_is_read_when_it_is_whole(ends: Ends, reader: Reader) -> None:

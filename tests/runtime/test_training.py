@@ -34,7 +34,7 @@ from prefect_tune.core.messages.process_messages import (
     StepDone,
     ToTrial,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
     from_trial_adapter,
 )
 from prefect_tune.core.metrics import to_plain_metrics
@@ -93,7 +93,7 @@ def run_training(
 
 def _receive(near: Connection, received: list[FromTrial]) -> None:
     """Receive all messages of the trial, and acknowledge its checkpoints."""
-    while not (received and isinstance(received[-1], TrialEnded)):
+    while not (received and isinstance(received[-1], TrainingEnded)):
         message = from_trial_adapter.validate_json(near.recv_bytes())
         if isinstance(message, StartReceived):
             continue
@@ -137,14 +137,14 @@ def test_a_function_that_never_saw_its_end_was_interrupted_and_has_not_returned(
     assert isinstance(loaded, TrainableLoaded)
     assert isinstance(step, StepDone)
     saved = AttemptEnded(trial="t", cause=Cause.PREEMPTED, reason=make_reason("saved-as-requested"))
-    assert drop_seconds(ended) == TrialEnded(outcome=saved)
+    assert drop_seconds(ended) == TrainingEnded(outcome=saved)
 
 
 @pytest.mark.parametrize("train", [_swallow_stop, _train_in_thread])
 def test_a_function_that_never_saw_its_criterion_has_met_it(trainer: Trainer, train: TrainFunction) -> None:
     ended = trainer(train, stopper=MaxSteps(1))[-1]
     met = TrialFinished(trial="t", reason=make_reason("step-limit", step=1, limit=1), kind=FinishKind.CRITERION)
-    assert drop_seconds(ended) == TrialEnded(outcome=met)
+    assert drop_seconds(ended) == TrainingEnded(outcome=met)
 
 
 def test_a_trial_that_is_kept_says_what_is_true_now(trainer: Trainer) -> None:
@@ -190,7 +190,7 @@ def test_a_stopper_is_asked_once_a_step_and_what_it_says_with_a_checkpoint_holds
     messages = trainer(_SavingTrainable, stopper=as_stopper(stop_at_second_call), cadence=Cadence(every_steps=1))
     steps = [(step.report.step, step.finish_reason is not None) for step in list_steps(messages)]
     assert steps == [(1, False), (2, True)]
-    assert isinstance(messages[-1], TrialEnded)
+    assert isinstance(messages[-1], TrainingEnded)
     assert isinstance(messages[-1].outcome, TrialFinished)
     assert calls.read_text() == "xx"
 
@@ -236,7 +236,7 @@ def test_a_parser_that_another_thread_disturbs_fails_no_trial(
 
     monkeypatch.setattr("inspect.getsource", fail_to_parse)
     *_, end = trainer(lambda _config: {"loss": 1.0})
-    assert isinstance(end, TrialEnded)
+    assert isinstance(end, TrainingEnded)
     assert end.has_returned
 
 
@@ -262,7 +262,7 @@ def test_a_trial_whose_last_step_reported_done_is_not_trained_again(trainer: Tra
 
     last = StepReport(step=3, metrics={"done": True})
     done = TrialFinished(trial="t", reason=make_reason("done-reported"))
-    assert trainer(train, reports=(last,)) == [TrialEnded(outcome=done)]
+    assert trainer(train, reports=(last,)) == [TrainingEnded(outcome=done)]
 
 
 def _write(directory: str) -> None:
@@ -281,14 +281,14 @@ def test_a_function_that_reports_steps_is_saved_as_a_class_is_and_at_its_end(tra
     checkpoints = [(step.report.step, step.is_reported) for step in list_steps(messages) if step.checkpoint]
     assert checkpoints == [(2, False), (4, False), (5, True)]
     returned = TrialFinished(trial="t", reason=make_reason("returned"), kind=FinishKind.RETURNED)
-    assert drop_seconds(messages[-1]) == TrialEnded(outcome=returned)
+    assert drop_seconds(messages[-1]) == TrainingEnded(outcome=returned)
 
 
 def test_a_function_that_reports_steps_saves_the_one_that_meets_its_criterion(trainer: Trainer) -> None:
     *_, last, ended = trainer(_report_steps, stopper=MaxSteps(3))
     assert isinstance(last, StepDone)
     assert (last.report.step, last.checkpoint is not None) == (3, True)
-    assert isinstance(ended, TrialEnded)
+    assert isinstance(ended, TrainingEnded)
     assert get_reason_code(ended.outcome.reason) == "step-limit"
 
 
@@ -305,7 +305,7 @@ def _report_after_stop(report: Callable[[], None]) -> TrainFunction:
 @pytest.mark.parametrize("report", [lambda: pt.report({"loss": 1.0}), lambda: pt.report_step({"loss": 1.0}, _write)])
 def test_what_is_reported_after_the_end_counts_for_nothing(trainer: Trainer, report: Callable[[], None]) -> None:
     messages = trainer(_report_after_stop(report), stopper=MaxSteps(1))
-    assert [type(message) for message in messages] == [TrainableLoaded, StepDone, TrialEnded]
+    assert [type(message) for message in messages] == [TrainableLoaded, StepDone, TrainingEnded]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def _exit_with(code: object) -> TrainFunction:
 @pytest.mark.parametrize("code", [None, 0, False])
 def test_a_function_that_exits_as_a_script_that_succeeds_completes(trainer: Trainer, code: object) -> None:
     *_, end = trainer(_exit_with(code))
-    assert isinstance(end, TrialEnded)
+    assert isinstance(end, TrainingEnded)
     assert end.has_returned
 
 
@@ -547,7 +547,7 @@ def test_the_reason_of_a_stopper_arrives_readable(tmp_path: Path) -> None:
         pt.report({"loss": 1})
 
     *_, ended = run_training(tmp_path, train, stopper=_LongReasonStopper())
-    assert isinstance(ended, TrialEnded)
+    assert isinstance(ended, TrainingEnded)
     assert isinstance(ended.outcome.reason, str)
     assert ended.outcome.reason.startswith("\\x00\\udcffxxx")
     assert len(ended.outcome.reason) <= 100_000

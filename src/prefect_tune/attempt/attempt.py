@@ -106,7 +106,7 @@ class Attempt:
     def run_with_journal(self, journal: TrialJournal) -> AttemptResult:
         """Train a trial that waits for an attempt, and journal how the attempt ended. Raises the errors of `run`."""
         spec, channel, log, name = self.spec, self.channel, self.log, self._trial_name
-        if channel.stop.is_set():
+        if channel.run_stop.is_set():
             stopped = AttemptEnded(trial=name, cause=Cause.PREEMPTED, reason=make_reason("stopped-before-start"))
             return AttemptResult(stopped, journal.trial)
         with ScratchDirectory("staging", "artifacts") as scratch:
@@ -159,7 +159,7 @@ class Attempt:
                 yield group
             return
         with nodes:
-            remote_channels = nodes.gather_nodes(self.channel.stop)
+            remote_channels = nodes.gather_nodes(self.channel.run_stop)
             with open_rank_group(start, nodes.placement, self._open_process, remote_channels) as group:
                 yield group
 

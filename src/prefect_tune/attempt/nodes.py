@@ -50,7 +50,7 @@ from prefect_tune.core.checkpoints.commit import ExpectedParts, find_reusable_by
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, min_reusable_sequence, parent_of_next_save
-from prefect_tune.core.messages.process_messages import CheckpointPart, FromTrial, Start, ToTrial, TrialEnded
+from prefect_tune.core.messages.process_messages import CheckpointPart, FromTrial, Start, ToTrial, TrainingEnded
 from prefect_tune.core.messages.target_messages import (
     BeginAttempt,
     FromRank,
@@ -430,7 +430,7 @@ def train_node(
 ) -> Reason:
     """Train the ranks of a node until the attempt is over; return why the node's part in the attempt ended."""
     channel.start_polling()
-    connected = _connect_to_node_0(spec, request, channel.stop)
+    connected = _connect_to_node_0(spec, request, channel.run_stop)
     if isinstance(connected, Reason):
         return connected
     return _WorkerNode(spec, request, *connected, node, channel, tasks, log).run()
@@ -533,7 +533,7 @@ class _WorkerNode:
         return None
 
     def _forward_stop_request(self) -> None:
-        if self._channel.stop.is_set() and not self._is_stop_forwarded:
+        if self._channel.run_stop.is_set() and not self._is_stop_forwarded:
             self._is_stop_forwarded = True
             self._node_0.send(NodeStopping())
 
@@ -595,7 +595,7 @@ class _WorkerNode:
         if isinstance(message, CheckpointPart) and message.directory is not None:
             self._part_directories.setdefault(message.step, {})[rank] = Path(message.directory)
             message = message.model_copy(update={"directory": None, "node": self._node})
-        if isinstance(message, TrialEnded):
+        if isinstance(message, TrainingEnded):
             group.stop_receiving(local_rank)
         self._node_0.send(FromRank(rank=rank, message=message))
 

@@ -233,11 +233,11 @@ class SearchChannel(ABC):
     """The attempt's side of the connection to its search. Keeps decisions that arrive before `subscribe`."""
 
     requests_decisions_by_report = False
-    """Whether only the journaled report tells the search that the trial waits for a decision."""
+    """Whether the journaled report is the request for a decision: the search is another process."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
-        """Set this event to make the trial save and end."""
+        self.run_stop = threading.Event()
+        """Set this event when the whole run stops: the trial saves and ends within its grace period."""
         self._guard = threading.Lock()
         self._early_answers: list[Answer] = []
         self._on_answer: Callable[[Answer], None] | None = None
@@ -258,10 +258,10 @@ class SearchChannel(ABC):
         """Open a process in which the attempt trains."""
 
     @abstractmethod
-    def request_decision(self, report: StepReport) -> None:
-        """Tell the search that the trial waits for a decision about this report. Never blocks."""
+    def await_decision(self, report: StepReport) -> None:
+        """Expect a decision about this report; never blocks. Within one process, this call also requests it."""
 
-    def start_polling(self) -> None:  # noqa: B027 - within one process, a stop request sets `stop`
+    def start_polling(self) -> None:  # noqa: B027 - within one process, the driver sets `run_stop`
         """Start to poll for stop requests, before the attempt trains."""
 
     def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
@@ -294,7 +294,7 @@ class InProcessChannel(SearchChannel):
     def open_process(
         self, start: Start, log: Log, environment: Mapping[str, str]
     ) -> AbstractContextManager[TrialChannel]:
-        return self._pool.open_process(start, log, environment, self.stop)
+        return self._pool.open_process(start, log, environment, self.run_stop)
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the journal of the trial; a retry of the task gets the same journal."""
@@ -303,5 +303,5 @@ class InProcessChannel(SearchChannel):
             self._journal = SubmittingJournal(request.trial, self._receive)
         return self._journal
 
-    def request_decision(self, report: StepReport) -> None:
+    def await_decision(self, report: StepReport) -> None:
         self._receive(DecisionAwaited(self.trial, report))

@@ -5,14 +5,26 @@ A single process is rank 0. Of several processes, rank 0 reports and decides; th
     rank 0: StepDone(s, its directory) ─┐
     rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
     rank 2: CheckpointPart, no files   ─┘    deadline, or a rank has ended ──► this save fails on all ranks
+    rank 0: RankCommand(s) ──► all other ranks: save now, or go on (then step s is closed: it gets no more parts)
 
 Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
 metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
 
-The attempt ends when rank 0 ends, or when a rank fails. After a failure the other ranks may hang in a collective. They
-are killed one second later: until then, the failure that is the root cause can still arrive. When the whole run stops,
-the trial has `spec.grace_period` to save, and is then killed. If only this trial is stopped, it gets a `StopTrial`,
-without a time limit (`tuner/stop_requests.py`). Never: a commit without the part of a rank.
+The trial's own process may start the ranks with a launcher, such as `torchrun`. It is then their parent process
+(`PARENT_RANK`), or rank 0 itself. The attempt ends for the first of these reasons (`_check_outcome`), with its `Cause`:
+
+    1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
+    2  a save fails: its files are invalid, or the target fails                  TRAINABLE, MACHINE
+    3  rank 0 has finished, but another rank waits in a further step             TRAINABLE
+    4  rank 0 (or the parent) has ended; the other ranks get 20 s to end         its outcome
+       or a rank has failed; the root cause gets 1 s to arrive                   the root cause; ranks may hang
+    5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
+    6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
+    7  the whole run stops, and `spec.grace_period` has passed                   PREEMPTED
+    8  nothing has happened for `spec.silence_timeout`                           MACHINE
+
+`StopTrial` ends this attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends it as the
+whole run ends. Neither is a user's stop request, which leads to either. Never: a commit without the part of a rank.
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from pathlib import Path
 from typing import assert_never
 
 from prefect_tune.attempt.commit_worker import TRAINABLE_ERRORS, CommitWorker, FailedSave, GroupSave, remove_directory
-from prefect_tune.attempt.processes.process_channel import CRASH_SIGNALS, LAUNCHER, RankGroup, RankLostError
+from prefect_tune.attempt.processes.process_channel import CRASH_SIGNALS, PARENT_RANK, RankGroup, RankLostError
 from prefect_tune.attempt.search_channel import Answer, SearchChannel
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.attempt.usage_meter import UsageMeter
@@ -49,7 +61,7 @@ from prefect_tune.core.messages.process_messages import (
     StepDone,
     StopTrial,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.metrics import average_metrics
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason, process_end_reason, rank_end_reason
@@ -72,7 +84,7 @@ _JOIN_TIMEOUT = timedelta(minutes=10)
 """After the first rank of a launcher has joined, the others have this time to join, since their setup differs."""
 _MAX_FAILED_SAVES = 2
 """After this many consecutive failed saves, the attempt ends: a rank probably hangs."""
-_RETURNED = make_reason("returned")
+_RETURNED_REASON = make_reason("returned")
 _REPORTS_TWICE = "both the trial's own process and the ranks that it started reported a step: report in the ranks only"
 
 
@@ -81,7 +93,7 @@ def supervise(
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    The event `channel.stop` starts the grace period. If the work of this context is abandoned, the grace period ends.
+    The event `channel.run_stop` starts the grace period; if the work of this context is abandoned, it ends at once.
     """
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
@@ -97,29 +109,36 @@ class _Supervisor:
         self._group, self._commit_worker, self._log = group, commit_worker, commit_worker.log
         self._spec, self._channel, self._meter = spec, channel, meter
         self._reset_collectors()
-        self._failures: list[tuple[int, AttemptEnded, int]] = []
-        """(cause order, failure, rank), in order of arrival; the lowest cause order marks the root cause."""
-        self._rank_ends: dict[int, AnyReason] = {}
-        """How each rank ended, if known."""
-        self._end: Outcome | None = None
-        self._ended_ranks: set[int] = set()
-        self._returned: set[int] = set()
-        self._end_deadline: Deadline | None = None
+        self._failures: list[tuple[int, AttemptEnded, int | None]] = []
+        """(cause order, failure, rank, if any), in order of arrival; the lowest cause order marks the root cause."""
+        self._decided_outcome: Outcome | None = None
+        """How rank 0 or the parent process has ended; replaced if another rank then fails in its last step."""
+        self._last_ranks_deadline: Deadline | None = None
+        """The time limit of the other ranks after `_decided_outcome` or the first failure; then the attempt ends."""
         self._rank_0_deadline: Deadline | None = None
-        """The time limit for rank 0 after the trial's own process, which launched rank 0, has ended."""
-        self._steps = 0
+        """The time limit of rank 0 after the parent process has ended."""
+        self._ended_ranks: set[int] = set()
+        """The ranks that have sent their last message, or are lost."""
+        self._rank_end_reasons: dict[int, AnyReason] = {}
+        """How each rank ended, if known; this is only displayed."""
+        self._returned_ranks: set[int] = set()
+        """The ranks that have returned, until a warning says that they returned before rank 0's last step."""
+        self._steps = 0  # the count of steps that rank 0 has reported in this attempt
         self._submitted_count = self._failed_count = 0  # counted by this thread
         self._committed_count = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
         """The saves that lack the part of a node; the commit worker's thread puts the saves here."""
         self._failed_saves: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
-        self._loaded: set[int] = set()
-        self._stop_command: StopTrial | None = None
+        self._loaded_ranks: set[int] = set()
         self._join_deadline: Deadline | None = None
-        self._last_message_at: float | None = None  # None until the trainable is loaded: loading may take any time
+        """The time limit of the ranks of a launcher; None until the first of them has joined."""
+        self._last_progress_at: float | None = None
+        """The time of the last message, commit or answer. None until all ranks are loaded, which may take any time."""
         self._awaits_decision = False
-        self._stop_requested_at: float | None = None
+        self._stop_answer: StopTrial | None = None  # the answer that ends this attempt, for a rank 0 that joins later
+        self._grace_deadline: Deadline | None = None
+        """The time limit of the trial to save and end, once the whole run stops."""
         channel.subscribe(self._on_answer)
 
     def run(self) -> Outcome:
@@ -127,11 +146,11 @@ class _Supervisor:
             try:
                 if received := self._group.receive(_POLL_INTERVAL):
                     rank, message = received
-                    if rank in (0, LAUNCHER) and isinstance(message, StepDone | TrialEnded):
+                    if rank in (0, PARENT_RANK) and isinstance(message, StepDone | TrainingEnded):
                         is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
                         self._meter.record_seconds(message.seconds, is_last_step=is_last_step)
-                    if self._last_message_at is not None:
-                        self._last_message_at = time.monotonic()
+                    if self._last_progress_at is not None:
+                        self._last_progress_at = time.monotonic()
                     self._on_message(rank, message)
                 outcome = self._check_outcome()
             except RankLostError as error:
@@ -153,8 +172,8 @@ class _Supervisor:
                 self._on_loaded(rank, message)
             case MilestoneReached(report=report):
                 self._awaits_decision = True
-                self._channel.request_decision(report)
-            case StepDone() if rank == LAUNCHER:
+                self._channel.await_decision(report)
+            case StepDone() if rank == PARENT_RANK:
                 raise InvalidInput(_REPORTS_TWICE)
             case StepDone():
                 self._on_step(message)
@@ -165,7 +184,7 @@ class _Supervisor:
                     self._group.send_to_rank_0(mean)
             case RankCommand():
                 self._on_rank_command(message)
-            case TrialEnded():
+            case TrainingEnded():
                 self._on_rank_end(rank, message)
             case _:
                 assert_never(message)
@@ -176,17 +195,17 @@ class _Supervisor:
         self._join_deadline = self._join_deadline or Deadline.after(_JOIN_TIMEOUT)
         if self._saves.world_size != self._group.world_size:
             self._reset_collectors()
-        if rank == 0 and self._stop_requested_at is not None:
+        if rank == 0 and self._grace_deadline is not None:
             self._group.send_to_rank_0(CheckpointAndStop())
-        if rank == 0 and self._stop_command is not None:
-            self._group.send_to_rank_0(self._stop_command)
+        if rank == 0 and self._stop_answer is not None:
+            self._group.send_to_rank_0(self._stop_answer)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
         if self._group.is_local(rank):  # pids of other machines mean nothing here
-            self._meter.on_loaded(message.pid, is_rank_0=rank in (0, LAUNCHER))
-        self._loaded.add(rank)
-        if len(self._loaded) >= self._group.world_size:
-            self._last_message_at = time.monotonic()
+            self._meter.on_loaded(message.pid, is_rank_0=rank in (0, PARENT_RANK))
+        self._loaded_ranks.add(rank)
+        if len(self._loaded_ranks) >= self._group.world_size:
+            self._last_progress_at = time.monotonic()
         self._commit_worker.source_digest = message.source_digest
 
     def _on_rank_command(self, command: RankCommand) -> None:
@@ -202,34 +221,34 @@ class _Supervisor:
         self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint. If the search must decide, also queue a flush of the journal."""
+        """Queue a report and its checkpoint. Flush the journal at once if the journaled report requests a decision."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
         self._steps += 1
-        if early := sorted(self._returned - {0, LAUNCHER}):  # a rank takes part in each step before it returns
-            self._returned.clear()
+        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # a rank takes part in each step before it returns
+            self._returned_ranks.clear()
             self._log.warning(
                 "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
                 "step, so that all ranks save and end together",
                 ", ".join(map(str, early)),
             )
-        flushes = done.awaits_decision and self._channel.requests_decisions_by_report
-        self._commit_worker.queue_report(done.report, awaits_decision=flushes)
+        requests = done.awaits_decision and self._channel.requests_decisions_by_report
+        self._commit_worker.queue_report(done.report, awaits_decision=requests)
         if done.checkpoint is not None:
             self._add_rank_0_part(done)
-        if flushes:
+        if requests:
             self._commit_worker.queue_flush()
         self._awaits_decision = done.awaits_decision
         if done.awaits_decision:
-            self._channel.request_decision(done.report)
+            self._channel.await_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._awaits_decision and self._last_message_at is not None:  # an unsolicited message is not progress
-            self._last_message_at = time.monotonic()
+        if self._awaits_decision and self._last_progress_at is not None:  # an unsolicited message is not progress
+            self._last_progress_at = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
-            self._stop_command = answer
+            self._stop_answer = answer
         self._group.send_to_rank_0(answer)
 
     # ------------------------------------------------------------------------------------------------------- saves
@@ -243,7 +262,7 @@ class _Supervisor:
             self._commit_worker.queue_save(save, self._on_checkpoint_committed, self._incomplete.put)
 
     def _on_checkpoint_committed(self, step: int) -> None:
-        self._last_message_at = time.monotonic()
+        self._last_progress_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
         self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: the trial may end after this
@@ -254,7 +273,7 @@ class _Supervisor:
 
     # --------------------------------------------------------------------------------------------- ends of ranks
 
-    def _on_rank_end(self, rank: int, message: TrialEnded) -> None:
+    def _on_rank_end(self, rank: int, message: TrainingEnded) -> None:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
         # The trial's process must not decide these fields: trial, usage, and whether it failed before its first step.
@@ -267,19 +286,20 @@ class _Supervisor:
         # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
         # is complete: the function also returns if its launcher was killed, or if it does not wait for the launcher.
         if message.has_returned:
-            self._returned.add(rank)
-            self._rank_ends[rank] = _RETURNED
-        if rank == LAUNCHER and self._group.has_launcher and 0 not in self._ended_ranks:
+            self._returned_ranks.add(rank)
+            self._rank_end_reasons[rank] = _RETURNED_REASON
+        if rank == PARENT_RANK and 0 not in self._ended_ranks:
             self._rank_0_deadline = Deadline.after(_RANK_EXIT_TIMEOUT)
             return
-        decides = rank == LAUNCHER or (rank == 0 and not (message.has_returned and LAUNCHER in self._group.open_ranks))
-        if decides and self._end is None and not self._failures:
+        awaits_parent = message.has_returned and PARENT_RANK in self._group.open_ranks
+        decides = rank == PARENT_RANK or (rank == 0 and not awaits_parent)
+        if decides and self._decided_outcome is None and not self._failures:
             if self._failed_saves and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
                 outcome = self._make_attempt_ended(Cause.MACHINE, self._failed_saves[-1])
             elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
                 outcome = self._make_attempt_ended(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
-            self._end = outcome
-            self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
+            self._decided_outcome = outcome
+            self._last_ranks_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
         cause, reason, memory = ended.cause, ended.reason, None
@@ -290,12 +310,12 @@ class _Supervisor:
         if isinstance(reason, Reason):
             # Keep only what is equal on all ranks, without location and traceback: equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
-            self._rank_ends[rank] = make_reason(reason.code, type=kind, text=text)
+            self._rank_end_reasons[rank] = make_reason(reason.code, type=kind, text=text)
             arguments = {**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
             reason = make_reason(reason.code, **arguments)
         failure = self._make_attempt_ended(cause, reason)
-        if rank > 0 and isinstance(self._end, TrialFinished) and not after_end:
-            self._end = failure  # this rank failed in its last step, which rank 0 has completed
+        if rank > 0 and isinstance(self._decided_outcome, TrialFinished) and not after_end:
+            self._decided_outcome = failure  # this rank failed in its last step, which rank 0 has completed
         else:
             self._add_failure(failure, _FAILED, rank)
 
@@ -303,14 +323,14 @@ class _Supervisor:
         rank = error.rank
         self._ended_ranks.add(rank)
         if not error.is_gone:
-            self._rank_ends[rank] = first_line(error)
+            self._rank_end_reasons[rank] = first_line(error)
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
-        if rank > 0 and self._group.has_launcher_rank_0 and isinstance(self._end, TrialFinished):
-            self._rank_ends[rank] = _RETURNED  # rank 0 launched it, and has ended
+        if rank > 0 and self._group.parent_is_rank_0 and isinstance(self._decided_outcome, TrialFinished):
+            self._rank_end_reasons[rank] = _RETURNED_REASON  # rank 0 launched it, and has ended
             return None
         end = self._group.end_rank(rank)
-        self._rank_ends[rank] = rank_end_reason(end)
+        self._rank_end_reasons[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
         is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows the end
         may_lack_memory = (is_killed or is_hidden) and self._group.is_local(rank)
@@ -320,35 +340,36 @@ class _Supervisor:
             is_own_end = end.exit_code is not None or end.signal in CRASH_SIGNALS
             cause, memory = Cause.TRAINABLE if is_own_end else Cause.MACHINE, None
         failure = self._make_attempt_ended(cause, process_end_reason(end, self._rank_for_reason(rank), memory))
-        may_be_killed = self._group.has_launcher and rank not in self._group.self_exited_ranks
+        may_be_killed = self._group.has_separate_parent and rank not in self._group.self_exited_ranks
         self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
 
-    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int = LAUNCHER) -> None:
+    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int | None = None) -> None:
         """Add a failure. The attempt ends a little later: until then, the root cause may arrive."""
-        if self._end is not None:
+        if self._decided_outcome is not None:
             self._log.warning("after the end of the trial: %s", first_line(failure.reason))
             return
-        self._end_deadline = self._end_deadline or Deadline.after(_ROOT_CAUSE_TIMEOUT * self._group.node_count)
+        timeout = _ROOT_CAUSE_TIMEOUT * self._group.node_count
+        self._last_ranks_deadline = self._last_ranks_deadline or Deadline.after(timeout)
         self._failures.append((cause_order, failure, rank))
 
     def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        is_loaded = self._last_message_at is not None  # before loading, no checkpoint can be the cause
+        is_loaded = self._last_progress_at is not None  # before loading, no checkpoint can be the cause
         at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
     def _rank_for_reason(self, rank: int) -> int | None:
-        """Return the rank to name in a reason; None for a single rank, and for the launching process."""
-        return rank if self._group.world_size > 1 and rank != LAUNCHER else None
+        """Return the rank to name in a reason; None for a single rank, and for the parent process."""
+        return rank if self._group.world_size > 1 and rank != PARENT_RANK else None
 
     def make_rank_ends(self, outcome: Outcome) -> Sequence[RankEnd]:
         """Return how the ranks ended, the cause of a failure first. If the trial succeeded, omit the returned ranks."""
-        has_failed, known_ends = isinstance(outcome, AttemptEnded), self._rank_ends.items()
-        ends = {rank: how for rank, how in known_ends if rank != LAUNCHER and (has_failed or how != _RETURNED)}
+        has_failed, reasons = isinstance(outcome, AttemptEnded), self._rank_end_reasons.items()
+        ends = {rank: how for rank, how in reasons if rank >= 0 and (has_failed or how != _RETURNED_REASON)}
         if self._group.world_size == 1 or not ends:
             return ()
         first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
-        cause = ends.get(first) if has_failed else None
+        cause = ends.get(first) if has_failed and first is not None else None
         groups = groupby(sorted(ends, key=lambda rank: (ends[rank] != cause, rank)), key=ends.__getitem__)
         return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in groups]
 
@@ -362,10 +383,10 @@ class _Supervisor:
         if error is not None and not is_users_fault:
             text = f"{type(error).__name__}: {error}"
             return self._make_attempt_ended(Cause.MACHINE, make_reason("write-failed", error=text))
-        if isinstance(self._end, TrialFinished) and (reason := self._metrics.surplus_report_reason()) is not None:
+        if isinstance(self._decided_outcome, TrialFinished) and (reason := self._metrics.surplus_reason()) is not None:
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
-        if self._end_deadline is not None:
-            return self._check_last_ranks(self._end_deadline)
+        if self._last_ranks_deadline is not None:
+            return self._check_last_ranks(self._last_ranks_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _RANK_EXIT_TIMEOUT.total_seconds()
             return self._make_attempt_ended(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
@@ -373,11 +394,11 @@ class _Supervisor:
             return failure
         if self._failures:  # a failure was added just now: wait for the root cause
             return None
-        if self._channel.stop.is_set():
+        if self._channel.run_stop.is_set():
             return self._enforce_stop()
-        if self._last_message_at is None or self._has_pending_saves or self._awaits_decision:
+        if self._last_progress_at is None or self._has_pending_saves or self._awaits_decision:
             return None  # the trial may wait for an upload, which has a separate timeout, or for a decision
-        elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_message_at), self._spec.silence_timeout
+        elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_progress_at), self._spec.silence_timeout
         if timeout is None or elapsed <= timeout:
             return None
         return self._make_attempt_ended(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
@@ -387,11 +408,11 @@ class _Supervisor:
         if self._group.open_ranks and deadline.remaining_seconds:
             return None
         training = sorted(rank for rank in self._group.open_ranks if rank > 0)
-        if self._end is not None and training and self._steps:
+        if self._decided_outcome is not None and training and self._steps:
             ranks, seconds = ", ".join(map(str, training)), _RANK_EXIT_TIMEOUT.total_seconds()
             self._log.warning("rank %s was still running %g s after rank 0 finished; killed", ranks, seconds)
-            self._rank_ends |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
-        return self._end or min(self._failures, key=itemgetter(0))[1]
+            self._rank_end_reasons |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
+        return self._decided_outcome or min(self._failures, key=itemgetter(0))[1]
 
     def _check_saves(self) -> Outcome | None:
         """Fail an overdue checkpoint; return the outcome if the trial cannot continue without it."""
@@ -406,7 +427,7 @@ class _Supervisor:
         reason = make_reason("not-committed", step=failed.step, error=failed.reason)
         self._failed_saves.append(reason)
         if failed.done.finish_reason is not None or len(self._failed_saves) >= _MAX_FAILED_SAVES:
-            self._rank_ends |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
+            self._rank_end_reasons |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
             return self._make_attempt_ended(Cause.MACHINE, reason)
         self._log.warning(
             "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
@@ -430,21 +451,20 @@ class _Supervisor:
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
-        if self._last_message_at is None or self._group.missing_ranks:
+        if self._last_progress_at is None or self._group.missing_ranks:
             self._metrics.restart_timeout()
         if (reason := self._metrics.overdue_reason()) is None:
             return None
-        self._rank_ends |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
+        self._rank_end_reasons |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
         return self._make_attempt_ended(Cause.MACHINE, reason)
 
     def _enforce_stop(self) -> Outcome | None:
         """Ask the trial once to save and end; return the failure after the grace period or a second interrupt."""
-        if self._stop_requested_at is None:
-            self._stop_requested_at = time.monotonic()
+        if self._grace_deadline is None:
+            self._grace_deadline = Deadline.after(self._spec.grace_period)
             self._group.send_to_rank_0(CheckpointAndStop())
-        grace = self._spec.grace_period
-        if timedelta(seconds=time.monotonic() - self._stop_requested_at) > grace:
-            seconds = grace.total_seconds()
+        if not self._grace_deadline.remaining_seconds:
+            seconds = self._spec.grace_period.total_seconds()
             reason = make_reason("upload-unfinished" if self._has_pending_saves else "no-checkpoint", seconds=seconds)
             return self._make_attempt_ended(Cause.PREEMPTED, reason)
         if is_work_abandoned():
@@ -456,9 +476,9 @@ class _Supervisor:
 
 
 @dataclass(slots=True)
-class _PendingSave:
+class _PartialSave:
     deadline: Deadline
-    done: StepDone | None = None
+    done: StepDone | None = None  # None until rank 0 has added its part
     parts: dict[int, CheckpointPart] = field(default_factory=dict)
 
 
@@ -469,7 +489,7 @@ class PartCollector:
         self.world_size = world_size
         self._others = range(1, world_size)
         self._timeout = timeout
-        self._pending: dict[int, _PendingSave] = {}
+        self._pending: dict[int, _PartialSave] = {}
         self._failed: set[int] = set()
         self._closed_step = -1  # rank 0 adds no more checkpoints up to this step
 
@@ -531,8 +551,8 @@ class PartCollector:
             return FailedSave(pending.done, reason, missing)
         return None
 
-    def _get_pending(self, step: int) -> _PendingSave:
-        return self._pending.setdefault(step, _PendingSave(Deadline.after(self._timeout)))
+    def _get_pending(self, step: int) -> _PartialSave:
+        return self._pending.setdefault(step, _PartialSave(Deadline.after(self._timeout)))
 
     def _pop_if_complete(self, step: int) -> GroupSave | None:
         pending = self._pending[step]
@@ -590,7 +610,7 @@ class MetricsCollector:
         ranks = [rank for rank in self.missing_ranks if rank in ended]
         return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None
 
-    def surplus_report_reason(self) -> Reason | None:
+    def surplus_reason(self) -> Reason | None:
         """Return the reason if a rank waits in `pt.report` although rank 0 has ended; None otherwise."""
         for rank, report in sorted(self._newest.items()):
             if rank and report.step > self._commanded_step and not report.returned:

@@ -139,14 +139,14 @@ class RemoteSearchChannel(SearchChannel):
 
     def use_stop_event(self, stop: threading.Event) -> RemoteSearchChannel:
         """Use `stop`, an event of this process, as the channel's stop event; return self."""
-        self.stop = stop
+        self.run_stop = stop
         return self
 
     @contextmanager
     def open_process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
         search = self._target.uri, self._trial.journal_key, self._search_term
         context = nullcontext(self._pool) if self._pool is not None else shared_pool(search, self._reuse)
-        with context as pool, pool.open_process(start, log, environment, self.stop) as channel:
+        with context as pool, pool.open_process(start, log, environment, self.run_stop) as channel:
             yield channel
 
     def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
@@ -167,7 +167,7 @@ class RemoteSearchChannel(SearchChannel):
         self._outbox = Outbox(self._target, spec.trial, request.trial)
         return self._outbox
 
-    def request_decision(self, report: StepReport) -> None:
+    def await_decision(self, report: StepReport) -> None:
         self._decision_step = report.step
         self._decision_requested.set()
 
@@ -207,7 +207,7 @@ class RemoteSearchChannel(SearchChannel):
         unsolicited, step, is_closed = None, self._decision_step, False
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
-                if not self.stop.is_set() and not self._has_unsolicited_answer:
+                if not self.run_stop.is_set() and not self._has_unsolicited_answer:
                     unsolicited = read_answer(store, self._trial, self._attempt, UNSOLICITED_STEP)
                 decision = read_answer(store, self._trial, self._attempt, step) if step is not None else None
                 if decision is None and is_late and self._outbox is not None:
@@ -220,10 +220,10 @@ class RemoteSearchChannel(SearchChannel):
                 kind = type(error).__name__
                 log.warning("trial %s cannot read decisions from the target: %s: %s", self._trial.trial, kind, error)
             if isinstance(error, JournalCorrupt | UnknownVersion):
-                self.stop.set()
+                self.run_stop.set()
             return False
         if isinstance(unsolicited, CheckpointAndStop) or is_closed:
-            self.stop.set()
+            self.run_stop.set()
         elif unsolicited is not None:
             self._has_unsolicited_answer = True
             self.send_decision(unsolicited)

@@ -168,7 +168,7 @@ def _run_task(
     task: _AttemptTask, spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd
 ) -> None:
     try:
-        with ending_slot_waits(channel.stop):
+        with ending_slot_waits(channel.run_stop):
             on_end(task_error(run_task_to_state(task, spec, request, channel)))
     except BaseException as error:  # noqa: BLE001  the driver handles the error
         on_end(error)
@@ -223,7 +223,7 @@ class LocalExecutor:
 
     def stop_all(self) -> None:
         for channel in self._channels.values():
-            channel.stop.set()
+            channel.run_stop.set()
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
         messages: list[Message] = []

@@ -23,7 +23,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.experiment.stoppers import Never
 from prefect_tune.core.journal_events import AttemptEnded
-from prefect_tune.core.messages.process_messages import Start, TrialEnded
+from prefect_tune.core.messages.process_messages import Start, TrainingEnded
 from prefect_tune.core.reasons import Reason
 from prefect_tune.runtime.load_named import require_loadable
 from prefect_tune.runtime.trainable import METHOD_ARGUMENT_COUNTS
@@ -82,10 +82,10 @@ def require_importable(
                 except EOFError:  # the process was killed: the trials will report the reason
                     return
                 match message:
-                    case TrialEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
+                    case TrainingEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
                         is_invalid = arguments.get("type") == InvalidInput.__name__
                         raise InvalidInput(str(arguments["text"]) if is_invalid else first_line(reason))
-                    case TrialEnded():
+                    case TrainingEnded():
                         return
                     case _:
                         pass

@@ -45,7 +45,7 @@ from prefect_tune.core.messages.process_messages import (
     StepDone,
     StopTrial,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.metrics import to_plain_metrics
 from prefect_tune.core.reasons import AnyReason, make_reason
@@ -307,7 +307,7 @@ class TrialSession:
             if self._stop_error is None:
                 self._send_rank_command()
 
-    def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
+    def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
         """Report the metrics that the function returned, if any, as the last step; return the message of the end."""
         self._require_own_process("the end of the trainable")
         with self._report_lock:
@@ -318,7 +318,7 @@ class TrialSession:
                 reason, kind = make_reason("returned"), FinishKind.RETURNED
                 self._stop_error = StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=kind))
             # Else `StopTraining` was raised in another thread, or a broad `except` has caught it.
-            return TrialEnded(outcome=self._stop_error.outcome)
+            return TrainingEnded(outcome=self._stop_error.outcome)
 
     @contextmanager
     def _reporting(self, caller: str) -> Iterator[None]:
@@ -355,7 +355,7 @@ class TrialSession:
         """
         self._stop_error = stop = self.stop_exception_type(outcome)
         if threading.get_ident() != self._thread_id and self._return_timer is None:
-            seconds, end = _RETURN_TIMEOUT.total_seconds(), TrialEnded(outcome=outcome)
+            seconds, end = _RETURN_TIMEOUT.total_seconds(), TrainingEnded(outcome=outcome)
             self._return_timer = threading.Timer(seconds, self.send_end, [end])
             self._return_timer.daemon = True
             self._return_timer.start()
@@ -498,7 +498,7 @@ class TrialSession:
         self._waiting_seconds = 0.0  # a wait before this point is part of the startup
         self._send_message(TrainableLoaded(pid=self._pid, source_digest=source_digest))
 
-    def send_end(self, message: TrialEnded) -> None:
+    def send_end(self, message: TrainingEnded) -> None:
         """Send the end of the attempt. Only the first end is sent, and no other message follows it."""
         with self._send_lock:
             if not self._is_end_sent:
@@ -614,7 +614,7 @@ class WorkerRankSession(TrialSession):
             if self._stop_error is None:
                 self._execute_rank_0_commands(save)
 
-    def finish(self, returned: Mapping[str, object] | None) -> TrialEnded:
+    def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
         """Return the message of the end. Metrics that the function returned are not reported, but count in the mean."""
         with self._report_lock:
             if self.start.metrics_from == "mean" and self._stop_error is None and returned is not None:

@@ -11,7 +11,7 @@ import traceback
 
 from prefect_tune.core.errors import BadMetric, BadStop
 from prefect_tune.core.journal_events import AttemptEnded, Cause
-from prefect_tune.core.messages.process_messages import TrialEnded
+from prefect_tune.core.messages.process_messages import TrainingEnded
 from prefect_tune.core.reasons import Reason, find_code_location, make_reason
 from prefect_tune.runtime.message_stream import MalformedMessage
 
@@ -24,7 +24,7 @@ class TrainableLoadError(Exception):
     """The trainable cannot be imported; another attempt would fail too."""
 
 
-def failure_message(error: BaseException, trial: str) -> TrialEnded:
+def failure_message(error: BaseException, trial: str) -> TrainingEnded:
     """Return the message that ends an attempt of `trial`, in whose process `error` was raised."""
     if isinstance(error, BadStop):  # an error of `stop`: the traceback would mislead
         reason = make_reason("raised", text=str(error))
@@ -42,7 +42,7 @@ def failure_message(error: BaseException, trial: str) -> TrialEnded:
             location=find_code_location(shown, is_newest_first=False),
             traceback=shown,
         )
-    return TrialEnded(outcome=AttemptEnded(trial=trial, cause=_classify_error(error), reason=reason), raised=True)
+    return TrainingEnded(outcome=AttemptEnded(trial=trial, cause=_classify_error(error), reason=reason), raised=True)
 
 
 def _make_advice(error: BaseException) -> Reason | None:

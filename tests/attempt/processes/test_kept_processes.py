@@ -23,7 +23,7 @@ from prefect_tune.core.messages.process_messages import (
     StepDone,
     StopTrial,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
 )
 from prefect_tune.core.reasons import get_reason_code
 from prefect_tune.runtime.trainable import Reuse
@@ -169,8 +169,8 @@ def test_a_process_whose_trial_did_not_end_well_serves_no_other(
             wait_until(lambda: isinstance(channel.receive(timedelta(0)), TrainableLoaded), what=lambda: "the trial")
         else:
             last = receive_messages(channel)[-1]
-            assert isinstance(last, TrainableLoaded if how == "is killed" else TrialEnded)
-            assert (isinstance(last, TrialEnded) and last.raised) == (how == "raises")
+            assert isinstance(last, TrainableLoaded if how == "is killed" else TrainingEnded)
+            assert (isinstance(last, TrainingEnded) and last.raised) == (how == "raises")
         pids = set(processes.pids("trial"))
         channel.end()
     assert pids.isdisjoint(processes.pids("trial"))  # the one that is forked ahead for the next trial may be there
@@ -333,7 +333,7 @@ def test_a_trial_that_fails_in_a_kept_process_begins_again_in_a_new_one(
             with pool.open_process(start, make_log(recorder)) as channel:
                 messages = receive_messages(channel)
                 pids.append([message.report.metrics["pid"] for message in messages if isinstance(message, StepDone)])
-    assert isinstance(messages[-1], TrialEnded)
+    assert isinstance(messages[-1], TrainingEnded)
     assert (pids[0] != pids[1], messages[-1].raised) == (True, fails == "in each process")
     (line,) = recorder.reasons
     assert line.endswith("before its first report (RuntimeError: only once in a process); starting a new process")

@@ -20,7 +20,7 @@ from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import Cause, TrialFinished
-from prefect_tune.core.messages.process_messages import ContinueTraining, TrialEnded
+from prefect_tune.core.messages.process_messages import ContinueTraining, TrainingEnded
 from prefect_tune.core.reasons import ProcessEnd
 from prefect_tune.core.storage.layout import TrialKey
 from tests.attempt.test_supervisor import supervise
@@ -58,7 +58,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
     process = FakeProcess()
     channel = TrialChannel(near, process)
     assert channel.receive(SHORT_TIMEOUT) is None
-    last = TrialEnded(outcome=TrialFinished(trial="t", reason="done"))
+    last = TrainingEnded(outcome=TrialFinished(trial="t", reason="done"))
     far.send_bytes(last.model_dump_json().encode())
     process.alive = False
     assert channel.receive(SHORT_TIMEOUT) == last
@@ -69,7 +69,7 @@ def test_the_death_of_a_trial_is_noticed_although_its_child_holds_the_channel_op
 def test_a_message_sent_in_the_moment_of_a_trials_death_is_received_first(wire: tuple[Connection, Connection]) -> None:
     """The message arrives between the read of the empty channel and the check of the process."""
     near, far = wire
-    last = TrialEnded(outcome=TrialFinished(trial="t", reason="done"))
+    last = TrainingEnded(outcome=TrialFinished(trial="t", reason="done"))
 
     class DiesWhileSending(FakeProcess):
         def is_alive(self) -> bool:

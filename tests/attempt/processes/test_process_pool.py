@@ -24,7 +24,7 @@ from prefect_tune.attempt.processes import fork_servers
 from prefect_tune.attempt.processes.fork_servers import ForkedProcess, ForkServer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import Cause
-from prefect_tune.core.messages.process_messages import CheckpointAndStop, Start, StepDone, TrialEnded
+from prefect_tune.core.messages.process_messages import CheckpointAndStop, Start, StepDone, TrainingEnded
 from prefect_tune.core.reasons import ProcessEnd
 from tests.fakes.outcomes import require_failure, require_reason
 from tests.fakes.trial_processes import (
@@ -134,7 +134,7 @@ def test_a_supervisor_whose_directory_was_removed_still_has_its_trials(
     monkeypatch.chdir(removed)
     removed.rmdir()
     with pool.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
-        assert isinstance(receive_messages(channel)[-1], TrialEnded)
+        assert isinstance(receive_messages(channel)[-1], TrainingEnded)
 
 
 def read_ignored_signals() -> list[str]:
@@ -188,7 +188,7 @@ def test_a_group_wide_sigterm_ends_neither_a_trial_nor_what_stands_around_it(
                 os.kill(pid, number)
         os.kill(processes.wait_for_one("tune-subreaper"), signal.SIGUSR1)
         (tmp_path / "gate").touch()
-        assert isinstance(receive_messages(channel)[-1], TrialEnded)
+        assert isinstance(receive_messages(channel)[-1], TrainingEnded)
 
 
 @pytest.mark.parametrize("forks", [True, False], ids=["forked", "by itself"])
@@ -268,7 +268,7 @@ def test_of_200_trials_at_once_and_one_after_the_other_nothing_is_left(
 ) -> None:
     def train(number: int) -> int:
         with pool.open_process(make_start(print_lines, tmp_path, {"lines": 1}), LOG) as channel:
-            assert isinstance(receive_messages(channel)[-1], TrialEnded)
+            assert isinstance(receive_messages(channel)[-1], TrainingEnded)
         return number
 
     with family() as processes, TrialProcessPool(slots=16) as pool:
@@ -369,7 +369,7 @@ def test_an_attempt_that_still_runs_when_its_pool_is_closed_goes_on(tmp_path: Pa
         channel = attempt.__enter__()
         wait_for_trial(tmp_path)
     (tmp_path / "gate").touch()
-    assert isinstance(receive_messages(channel)[-1], TrialEnded)
+    assert isinstance(receive_messages(channel)[-1], TrainingEnded)
     attempt.__exit__(None, None, None)
 
 
@@ -402,7 +402,7 @@ def test_strays_end_where_some_process_of_the_machine_has_a_name_that_is_no_text
     with family() as processes, running_process_with_undecodable_name(), TrialProcessPool(slots=1) as pool:
         config = {"witness": str(tmp_path / "witness"), "gate": ""}
         with pool.open_process(make_start(leave_children, tmp_path, config), LOG) as channel:
-            assert isinstance(receive_messages(channel)[-1], TrialEnded)
+            assert isinstance(receive_messages(channel)[-1], TrainingEnded)
             assert channel.end() == ProcessEnd(exit_code=0)
         started = [act.step for act in find_acts(tmp_path, "child", "orphan")]
         assert len(started) == 3
@@ -424,7 +424,7 @@ def test_a_thread_of_an_earlier_trial_cannot_report_to_the_next_one(tmp_path: Pa
         for _ in range(2):
             with pool.open_process(make_start(LateThread, tmp_path, steps=2), LOG) as channel:
                 *messages, ended = receive_messages(channel)
-                assert isinstance(ended, TrialEnded), ended
+                assert isinstance(ended, TrainingEnded), ended
                 channel.end()
     results = [message.report.metrics for message in messages if isinstance(message, StepDone)]
     assert [metrics["loss"] for metrics in results] == [1.0, 1.0]
@@ -437,7 +437,7 @@ def test_processes_whose_cleanup_hangs_are_waited_for_all_at_once(tmp_path: Path
         with ExitStack() as trials:
             start = make_start(NeverCleansUp, tmp_path, {"gate": str(tmp_path / "never")}, steps=1)
             for channel in [trials.enter_context(pool.open_process(start, LOG)) for _ in range(4)]:
-                assert isinstance(receive_messages(channel)[-1], TrialEnded)
+                assert isinstance(receive_messages(channel)[-1], TrainingEnded)
         start_time = time.monotonic()
         stack.close()
         assert time.monotonic() - start_time < 15  # one by one it takes 20

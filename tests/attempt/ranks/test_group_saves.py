@@ -180,11 +180,11 @@ def test_a_rank_that_waits_for_rank_0_although_it_has_ended_is_named_with_its_st
     for rank in (1, 0, 2):
         metrics.add_metrics(rank, make_rank_metrics(4, 1.0))
     metrics.record_commanded_step(4)
-    assert not metrics.surplus_report_reason()
+    assert not metrics.surplus_reason()
     metrics.add_metrics(1, make_rank_metrics(5, 1.0).model_copy(update={"returned": True}))
-    assert not metrics.surplus_report_reason(), "it ends too"
+    assert not metrics.surplus_reason(), "it ends too"
     metrics.add_metrics(2, make_rank_metrics(5, 1.0))
-    assert metrics.surplus_report_reason() == make_reason("surplus-report", rank=2, step=5)
+    assert metrics.surplus_reason() == make_reason("surplus-report", rank=2, step=5)
 
 
 def test_the_time_for_the_metrics_of_a_step_begins_with_those_of_rank_0() -> None:

@@ -33,7 +33,7 @@ from prefect_tune.core.messages.process_messages import (
     Start,
     StepDone,
     TrainableLoaded,
-    TrialEnded,
+    TrainingEnded,
     from_trial_adapter,
     to_trial_adapter,
 )
@@ -382,9 +382,9 @@ def test_the_trial_hears_what_the_supervisor_said(message: Value) -> None:
         StepDone(report=REPORT),
         CheckpointPart(step=3, directory="/staging/3"),
         RankMetrics(step=3, metrics={"loss": 0.5}),
-        TrialEnded(outcome=TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
-        TrialEnded(outcome=TrialPaused(trial="t", reason=make_reason("turn-over", step=3)), awaits_reuse=True),
-        TrialEnded(outcome=make_failure("x", Cause.TRAINABLE, type="ValueError", traceback="..."), raised=True),
+        TrainingEnded(outcome=TrialFinished(trial="t", reason="enough", kind=FinishKind.RETURNED)),
+        TrainingEnded(outcome=TrialPaused(trial="t", reason=make_reason("turn-over", step=3)), awaits_reuse=True),
+        TrainingEnded(outcome=make_failure("x", Cause.TRAINABLE, type="ValueError", traceback="..."), raised=True),
     ],
 )
 def test_the_supervisor_hears_what_the_trial_said(message: Value) -> None:

@@ -3,7 +3,7 @@
 a single process          channel of rank 0
 processes_per_trial=N     channels of ranks 0 to N-1, each a process of the pool
 nodes_per_trial=M         channels of the ranks of node 0, then of the other nodes (`attempt/nodes.py`)
-a launcher in a trial     channel of the trial's own process (`LAUNCHER`), and of each rank that has joined
+a launcher in a trial     channel of the parent process (`PARENT_RANK`), and of each rank that has joined
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prefect_tune.core.messages.process_messages import (
     Start,
     StartReceived,
     ToTrial,
-    TrialEnded,
+    TrainingEnded,
     from_trial_adapter,
 )
 from prefect_tune.core.reasons import ProcessEnd, make_reason
@@ -54,12 +54,10 @@ _TERM_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
-# The environment variables of a trial's process. The executors set the variables of a slot; `runtime` sets the
-# variables of a trial's child processes. No value in `AttemptRequest.environment` may be unique to a trial: otherwise
-# no two trials could share an import.
+# The executors set the variables of a slot, and `runtime` those of a trial's child processes. No value in
+# `AttemptRequest.environment` may be unique to a trial: otherwise no two trials could share an import.
 
-# Libraries read these variables once: on import, or when they first compute. So a process serves only trials with the
-# same values.
+# Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
 READ_ONCE_VARIABLES = (
     "ASCEND_RT_VISIBLE_DEVICES",
     "CUDA_VISIBLE_DEVICES",
@@ -314,8 +312,8 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 
 # The channels of an attempt, by rank.
 
-LAUNCHER: Final = -1
-"""The pseudo-rank of the trial's own process if its launcher has started the ranks."""
+PARENT_RANK: Final = -1
+"""The pseudo-rank of the parent process: the trial's own process, if its launcher has started all ranks."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
@@ -344,8 +342,8 @@ class RankGroup:
         self.node_count, self._local_rank_count, self._joins = node_count, local_rank_count, joins
         self._channels = dict(enumerate(channels))
         self._open_channels = dict(self._channels)
-        self.has_launcher_rank_0 = False
-        """Whether the trial's own process is rank 0, and its launcher has started the other ranks."""
+        self.parent_is_rank_0 = False
+        """Whether the parent process is rank 0 itself: its launcher has started the other ranks only."""
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
         self.self_exited_ranks: set[int] = set()
@@ -359,9 +357,9 @@ class RankGroup:
         self.world_size = len(channels)
 
     @property
-    def has_launcher(self) -> bool:
-        """Whether the trial's own process has launched all ranks, and is not a rank itself."""
-        return LAUNCHER in self._channels
+    def has_separate_parent(self) -> bool:
+        """Whether the ranks have a parent process that is not a rank itself."""
+        return PARENT_RANK in self._channels
 
     def is_local(self, rank: int) -> bool:
         """Return whether the process of a rank is on this machine, like the first ranks and the ranks of a launcher."""
@@ -369,12 +367,12 @@ class RankGroup:
 
     @property
     def open_ranks(self) -> frozenset[int]:
-        """The ranks that may still send messages, including `LAUNCHER`."""
+        """The ranks that may still send messages, including `PARENT_RANK`."""
         return frozenset(self._open_channels)
 
     def send_to_rank_0(self, message: ToTrial) -> None:
         """Send a message to rank 0; the message is dropped if the rank is gone."""
-        self._channels[0 if 0 in self._channels else LAUNCHER].send(message)
+        self._channels[0 if 0 in self._channels else PARENT_RANK].send(message)
 
     def send_to_rank(self, rank: int, message: ToTrial) -> None:
         """Send a message to a rank without waiting; the message is dropped if the rank is gone."""
@@ -404,7 +402,7 @@ class RankGroup:
         self._turn += 1  # round-robin, so that one rank cannot block the others
         ranks = [sources[source] for source in ready if source in sources] if ready else [*self._open_channels]
         # A launcher fails after the rank that caused the failure, so receive the launcher's messages last.
-        for rank in sorted(ranks, key=lambda rank: (rank == LAUNCHER, (rank - self._turn) % self.world_size)):
+        for rank in sorted(ranks, key=lambda rank: (rank == PARENT_RANK, (rank - self._turn) % self.world_size)):
             try:
                 message = self._open_channels[rank].receive(_NO_WAIT)
             except (EOFError, MalformedMessage) as error:
@@ -413,7 +411,7 @@ class RankGroup:
             if isinstance(message, RankJoined):
                 self._promote_to_rank_0(rank, message)
                 return 0, message
-            if isinstance(message, TrialEnded) and message.raised and self.has_launcher:
+            if isinstance(message, TrainingEnded) and message.raised and self.has_separate_parent:
                 exited = {key for key in self._open_channels if key in self._pids and not command_of(self._pids[key])}
                 if command_of(self._pids.get(rank, 0)):  # `rank` still runs, so the launcher has not killed the others
                     self.self_exited_ranks |= exited
@@ -423,10 +421,10 @@ class RankGroup:
 
     def _promote_to_rank_0(self, rank: int, join: RankJoined) -> None:
         """Make the trial's own process rank 0. Raises InvalidInput if another process has joined as rank 0."""
-        if rank == LAUNCHER and 0 in self._channels:
+        if rank == PARENT_RANK and 0 in self._channels:
             raise InvalidInput(f"rank 0 of {self.world_size}: this trial already has that rank, in another process")
         self._channels[0], self._open_channels[0] = self._channels.pop(rank), self._open_channels.pop(rank)
-        self.world_size, self.has_launcher_rank_0 = join.rank.world_size, True
+        self.world_size, self.parent_is_rank_0 = join.rank.world_size, True
 
     def _get_sender(self, rank: int) -> _RankSender:
         """Return the sender of messages to a rank; its `put` does not wait, even if the rank does not read."""
@@ -438,9 +436,9 @@ class RankGroup:
     def _add_joined_rank(self, join: RankJoined, connection: Connection, start: Start) -> tuple[int, RankJoined] | None:
         """Add a rank that a launcher has started, and return its message; or reject the rank, and return None."""
         rank, channel = join.rank, TrialChannel(connection, _JoinedRank(join.pid))
-        if LAUNCHER not in self._channels and not self.has_launcher_rank_0:
-            self._channels = {LAUNCHER: self._channels.pop(0)}
-            self._open_channels = {LAUNCHER: self._open_channels.pop(0)} if 0 in self._open_channels else {}
+        if PARENT_RANK not in self._channels and not self.parent_is_rank_0:
+            self._channels = {PARENT_RANK: self._channels.pop(0)}
+            self._open_channels = {PARENT_RANK: self._open_channels.pop(0)} if 0 in self._open_channels else {}
             self.world_size = rank.world_size
         elif rank.rank in self._channels or rank.world_size != self.world_size:
             conflict = "that rank" if rank.world_size == self.world_size else f"{self.world_size} ranks"
@@ -600,13 +598,11 @@ def open_rank_group(
         variables = {} if "MASTER_ADDR" in os.environ else rendezvous  # the user's address has precedence
         start = start.model_copy(update={"rank": start.rank.model_copy(update={"variables": variables})})
         directory = resources.enter_context(ScratchDirectory())
-        joins, ranks_at = None, ""
+        joins = None
         with suppress(OSError):  # this file system may not support sockets: then no launcher's ranks can join
-            joins, ranks_at = _JoinSocket(directory), str(directory / "ranks")
+            joins = _JoinSocket(directory)
             resources.callback(joins.close)
-        start = start.model_copy(update={"rank_socket": ranks_at})
-        if joins is not None:
-            joins.start = start
+            joins.start = start = start.model_copy(update={"rank_socket": str(directory / "ranks")})
         group = RankGroup([resources.enter_context(open_channel(start))], joins)
         resources.callback(group.close)
         yield group

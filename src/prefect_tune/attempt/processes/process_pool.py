@@ -30,7 +30,7 @@ from prefect_tune.attempt.processes.process_channel import (
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.attempt.trial_spec import absolute_sys_path
 from prefect_tune.core.display_text import first_line, make_visible
-from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, TrainableLoaded, TrialEnded
+from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, TrainableLoaded, TrainingEnded
 from prefect_tune.core.reasons import ProcessEnd, make_reason
 from prefect_tune.linux import is_linux
 from prefect_tune.runtime.trainable import Reuse
@@ -99,11 +99,7 @@ class TrialProcessPool:
 
     @contextmanager
     def open_process(
-        self,
-        start: Start,
-        log: Log,
-        environment: Mapping[str, str] = NO_EXTRA_ENV,
-        stop: threading.Event | None = None,
+        self, start: Start, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV, stop: threading.Event | None = None
     ) -> Iterator[TrialChannel]:
         """Open the channel to a process for one attempt. At the end of the block, keep or end the process.
 
@@ -255,13 +251,13 @@ class _PooledChannel(TrialChannel):
                 raise
             self._replace_process()
             return None
-        if self._is_reused and isinstance(message, TrialEnded) and message.raised:
+        if self._is_reused and isinstance(message, TrainingEnded) and message.raised:
             self._replace_process(f"failed before its first report ({first_line(message.outcome.reason)})")
             return None
         self._has_reported |= message is not None and not isinstance(message, TrainableLoaded)
         self._is_reused &= message is None or isinstance(message, TrainableLoaded)
-        self.is_reusable = isinstance(message, TrialEnded) and message.awaits_reuse
-        self._pooled.is_exiting |= isinstance(message, TrialEnded)
+        self.is_reusable = isinstance(message, TrainingEnded) and message.awaits_reuse
+        self._pooled.is_exiting |= isinstance(message, TrainingEnded)
         if isinstance(message, TrainableLoaded):
             self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)
         elif self.has_started and not had_begun:

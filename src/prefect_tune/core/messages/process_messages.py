@@ -123,7 +123,7 @@ class SaveFailed(Value):
 
 
 class CheckpointAndStop(Value):
-    """Stops the trial as soon as its state is saved."""
+    """Stops the trial as soon as its state is saved: the whole run stops."""
 
     type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Stops the trial now: the decision at a milestone, or an unsolicited decision."""
+    """Ends this attempt now, also for a pause or an exploit: the decision at a milestone, or an unsolicited one."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -217,8 +217,8 @@ class MilestoneReached(Value):
     report: StepReport
 
 
-class TrialEnded(Value):
-    """The last message of an attempt."""
+class TrainingEnded(Value):
+    """The last message of a rank: how its training ended."""
 
     type: Literal["trial-ended"] = "trial-ended"
     outcome: AnyOutcome
@@ -238,33 +238,22 @@ class TrialEnded(Value):
 
 
 class RankCommand(Value):
-    """Rank 0's command to all ranks for one step; the supervisor forwards it to the other ranks."""
+    """Rank 0 tells all ranks what they do after this step: save, or go on. The supervisor forwards it to the others."""
 
     type: Literal["rank-command"] = "rank-command"
     step: int
     save: bool = False
-    """Whether the ranks save their state now, and wait for another command. A function itself decides when to save."""
+    """Whether the ranks save now, and wait for another command, which closes the step. A function saves by itself."""
     stop: bool = False
     """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
     outcome: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
 
 
-_ToTrial: TypeAlias = (
-    ProcessEnvironment
-    | Start
-    | JoinRejected
-    | CheckpointSaved
-    | SaveFailed
-    | CheckpointAndStop
-    | ContinueTraining
-    | StopTrial
-    | RankCommand
-    | MeanMetrics
-)
-_FromTrial: TypeAlias = (
-    RankJoined | MilestoneReached | TrainableLoaded | StepDone | CheckpointPart | RankMetrics | RankCommand | TrialEnded
-)
+_StepReply: TypeAlias = CheckpointSaved | SaveFailed | ContinueTraining | StopTrial | MeanMetrics
+_ToTrial: TypeAlias = ProcessEnvironment | Start | JoinRejected | CheckpointAndStop | RankCommand | _StepReply
+_StepMessage: TypeAlias = StepDone | CheckpointPart | RankMetrics | RankCommand
+_FromTrial: TypeAlias = RankJoined | MilestoneReached | TrainableLoaded | _StepMessage | TrainingEnded
 ToTrial: TypeAlias = Annotated[_ToTrial, Field(discriminator="type")]
 FromTrial: TypeAlias = Annotated[_FromTrial, Field(discriminator="type")]
 to_trial_adapter: TypeAdapter[_ToTrial] = TypeAdapter(ToTrial)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import AttemptEnded, TrialFinished
-from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrialEnded
+from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrainingEnded
 from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.group_session import join_as_rank, make_session
 from prefect_tune.runtime.load_named import (
@@ -215,7 +215,7 @@ class _AttemptRunner:
             free_memory()
         return end.awaits_reuse
 
-    def _send_end(self, end: TrialEnded) -> None:
+    def _send_end(self, end: TrainingEnded) -> None:
         if self._session is None:  # the trainable or the stopper could not be loaded
             self._connection.send(end)
         else:
@@ -226,7 +226,7 @@ class _AttemptRunner:
         if self._kept_trainable is not None:
             self._kept_trainable.trainable.cleanup()
 
-    def _run_attempt(self, start: Start) -> TrialEnded:
+    def _run_attempt(self, start: Start) -> TrainingEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
         must_record = start.reusable and kept is None and not has_recorded_import_effects()  # for the next trial
@@ -243,14 +243,14 @@ class _AttemptRunner:
             write_trainable_for_spawn(start.trainable)
         # An earlier attempt may have committed the last step, but not the trial's end.
         if (reason := session.find_stop_reason()) is not None:
-            return TrialEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
+            return TrainingEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
         try:
             session.wait_for_pending_decision()
             return self.train(session, trainable, start)
         except StopTraining as stop:
-            return TrialEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
+            return TrainingEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
 
-    def train(self, session: TrialSession, trainable: object, start: Start) -> TrialEnded:
+    def train(self, session: TrialSession, trainable: object, start: Start) -> TrainingEnded:
         with exiting_forked_children():
             if isinstance(trainable, type):
                 require_save_checkpoint(require_trainable_class(trainable), start.cadence)
@@ -274,7 +274,7 @@ class _AttemptRunner:
         require_no_coroutine(returned)
         return session.finish(returned)
 
-    def _train_class(self, session: TrialSession, ready: _ReadyTrainable, start: Start) -> TrialEnded:
+    def _train_class(self, session: TrialSession, ready: _ReadyTrainable, start: Start) -> TrainingEnded:
         self._kept_trainable = None
         session.send_trainable_loaded(ready.source_digest)
         trainable = ready.trainable
@@ -292,7 +292,7 @@ class _AttemptRunner:
             is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may still be active
             if start.reusable and not isinstance(stop.outcome, AttemptEnded) and can_be_reset and is_alone:
                 self._kept_trainable = ready
-            return TrialEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
+            return TrainingEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
         finally:
             if self._kept_trainable is None:
                 trainable.cleanup()
