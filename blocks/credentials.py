@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from prefect_tune.core.errors import StoreRefused
-from prefect_tune.stores.open_location import S3Access, S3Keys, session_key_provider
+from prefect_tune.stores.open_location import S3Access, S3Keys, make_key_provider
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def s3_access(block: Any) -> S3Access:
     if user and secret:
         keys = static_key_provider(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
         return S3Access(keys, block.region_name, endpoint)
-    return S3Access(session_key_provider(block.get_boto3_session()), block.region_name, endpoint)
+    return S3Access(make_key_provider(block.get_boto3_session()), block.region_name, endpoint)
 
 
 def block_endpoint(block: Any) -> str | None:

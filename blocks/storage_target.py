@@ -42,7 +42,7 @@ from prefect_tune.core.errors import (
     TuneError,
 )
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize, is_normalized_path
+from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently, is_normalized_path
 from prefect_tune.core.values import Number, iter_leaves
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
@@ -229,7 +229,7 @@ class StorageTarget(StrictBlock, ABC):
 
     def checkpoint(self, key: CheckpointKey) -> Checkpoint:
         """Return the committed checkpoint `key` as a `pt.Checkpoint`, which uses this target's credentials."""
-        return Checkpoint._on_target(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
+        return Checkpoint._from_target(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
 
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
         """Write, read back, list and delete a probe object, and test create-if-absent by a small race.
@@ -424,7 +424,7 @@ def probe_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
     """Try every operation that checkpoints need, in a folder with a unique name, and return the result."""
     try:
         with _raising_probe_error("open"), target.open(timeout=timeout) as store:
-            is_conditional, refuses_duplicate = store.conditional_create, _run_probes(store)
+            is_conditional, refuses_duplicate = store.has_conditional_create, _run_probes(store)
     except _ProbeError as failure:
         step, error = failure.step, failure.error
         hint = _REFUSAL_HINTS.get(step) if isinstance(error, StoreRefused) else None
@@ -476,7 +476,7 @@ def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     with _raising_probe_error("list"):  # before any write: an error here is no missing write permission
         _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
     with _raising_probe_error("write"):
-        create_or_recognize(store, path, data)
+        create_idempotently(store, path, data)
     with _raising_probe_error("read back"):
         _require_equal(bytes(store.read(path)), data, "read back")
         _require_equal(store.size(path), len(data), "read the size of")
@@ -500,7 +500,7 @@ def _probe_race(store: ObjectStore, path: str) -> bool:
 
 def _try_create(store: ObjectStore, path: str, data: bytes) -> bool:
     try:
-        create_or_recognize(store, path, data)
+        create_idempotently(store, path, data)
     except AlreadyExists:
         return False
     return True

@@ -41,9 +41,9 @@ from prefect_tune.stores.open_location import (
     Client,
     Location,
     S3Access,
-    ambient_access,
-    ambient_endpoint,
     environment_allows_http,
+    find_ambient_access,
+    find_ambient_endpoint,
     open_fsspec_store,
 )
 from prefect_tune.stores.posix_store import open_posix_store
@@ -286,7 +286,7 @@ class S3Target(ObjectTarget):
         from obstore.store import S3Store
 
         access = self._resolve_access()
-        endpoint = self.endpoint_url or access.endpoint_url or ambient_endpoint(os.environ)
+        endpoint = self.endpoint_url or access.endpoint_url or find_ambient_endpoint(os.environ)
         has_tls = not (endpoint or "").startswith("http:")
         if not has_tls and not self._is_http_allowed():
             raise InvalidInput(
@@ -301,7 +301,7 @@ class S3Target(ObjectTarget):
             "unsigned_payload": not signs_payload,
         }
         settings: Any = {name: value for name, value in config.items() if value is not None}
-        keys: Any = access.keys
+        keys: Any = access.key_provider
         return partial(S3Store, self.bucket, prefix=self.prefix or None, config=settings, credential_provider=keys)
 
     def _client_options(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class S3Target(ObjectTarget):
             token = self.session_token.get_secret_value() if self.session_token else None
             keys = static_key_provider(self.access_key_id, self.secret_access_key.get_secret_value(), token)
             return S3Access(keys)
-        return ambient_access(os.environ, anonymous=self.anonymous)
+        return find_ambient_access(os.environ, anonymous=self.anonymous)
 
 
 # The client's skip_signature affects only reads; a key file with disable_oauth affects writes too.

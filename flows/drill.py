@@ -13,7 +13,7 @@ from prefect_tune.core.errors import NotExact
 from prefect_tune.core.values import Number, WholeNumber
 from prefect_tune.drills.findings import DrillReport
 from prefect_tune.drills.plan import make_drill_plan
-from prefect_tune.drills.run_drill import make_run_environment, require_importable, temporary_folder
+from prefect_tune.drills.run_drill import make_run_environment, require_drillable, temporary_folder
 from prefect_tune.drills.run_drill import run_drill as run_in_processes
 from prefect_tune.parameters.forms import ConfigField, OptionalTargetField
 from prefect_tune.prefect_api.flow_with_server import flow_with_server
@@ -86,7 +86,7 @@ def drill(
         hours_between_failures=hours_between_failures,
         processes=processes_per_trial,
     )
-    require_importable(trainable)
+    require_drillable(trainable)
     if target is None and keep:
         target = tempfile.mkdtemp(prefix="prefect-tune-drill-")
     with temporary_folder() if target is None else nullcontext(target) as location:

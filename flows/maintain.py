@@ -88,7 +88,7 @@ def maintain(
     deadline = None if time_budget_seconds is None else now + timedelta(seconds=time_budget_seconds)
     options = MaintenanceOptions(
         target=resolve_existing(target),
-        share=None if verify == "none" else sampled_share,
+        daily_share=None if verify == "none" else sampled_share,
         max_bytes=max_verify_bytes,
         quarantine=quarantine and not dry_run,
         collect=collect,

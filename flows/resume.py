@@ -16,7 +16,7 @@ from prefect_tune.journal_access import missing_experiment_message, read_experim
 from prefect_tune.parameters.forms import (
     CallbacksField,
     ConfigField,
-    OtherTrainableField,
+    OptionalTrainableField,
     RerunField,
     ResourcesField,
     SchedulerField,
@@ -31,7 +31,7 @@ from prefect_tune.parameters.search_plan import (
     OPTIONS,
     SearchOptions,
     SearchPlan,
-    options_only_in_code,
+    list_unstored_options,
     plan_from_settings,
 )
 from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
@@ -69,7 +69,7 @@ def resume(
     nodes_per_trial: WholeNumber | None = None,
     min_nodes: WholeNumber | None = None,
     metrics_from: Literal["rank 0", "mean"] | None = None,
-    trainable: OtherTrainableField = None,
+    trainable: OptionalTrainableField = None,
     callbacks: CallbacksField = None,
     sync: SyncField = None,
     trial_job_variables: dict[str, Any] | None = None,
@@ -156,7 +156,7 @@ def resume(
         raise ResumeFailed(f"nothing was started: {missing_experiment_message(resolved, experiment)}")
     require_search(state, resolved.uri)
     plan = make_plan(state)
-    if callbacks is None and "callbacks" in options_only_in_code(state.settings):
+    if callbacks is None and "callbacks" in list_unstored_options(state.settings):
         get_run_logger().warning("the journal cannot store callback objects: the search runs without them")
     return run_search(plan, state)
 

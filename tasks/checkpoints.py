@@ -61,7 +61,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     parent_of_next_save,
 )
 from prefect_tune.core.journal_events import CheckpointRef, CheckpointsRetired, Event, StepReported
-from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.operations.scrub import quarantine_in_journal
 from prefect_tune.core.operations.trial_gc import delete_retired_objects
 from prefect_tune.core.restore import read_manifest, read_manifest_or_none
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
@@ -85,15 +85,15 @@ from prefect_tune.storage_retries import (
     READ_TIMEOUT,
     REFUSAL_RETRY_OPTIONS,
     TASK_RETRY_OPTIONS,
-    is_transient_but_not_refused,
-    run_log,
+    get_run_log,
+    should_retry_unless_refused,
 )
 from prefect_tune.stores.local.staging import (
     StagedFiles,
+    add_metadata_file,
     fetch_checkpoint,
     has_same_files,
-    manifest_of_copy,
-    metadata_of_copy,
+    read_copy_metadata,
 )
 from prefect_tune.task_values import (
     CommittedCheckpoint,
@@ -168,7 +168,7 @@ def download_checkpoint(
     destination = Path(destination).absolute()
     with target.open(timeout=timedelta(seconds=timeout_seconds)) as store:
         manifest = read_manifest(store, key)
-        metadata = metadata_of_copy(store, key.metadata_folder, manifest)
+        metadata = read_copy_metadata(store, key.metadata_folder, manifest)
         fetch_checkpoint(store, manifest, destination, metadata=metadata)
         return destination
 
@@ -176,7 +176,7 @@ def download_checkpoint(
 @task(
     name="delete-checkpoint",
     task_run_name="delete retired of {trial.trial}",
-    **{**TASK_RETRY_OPTIONS, "retry_condition_fn": is_transient_but_not_refused},
+    **{**TASK_RETRY_OPTIONS, "retry_condition_fn": should_retry_unless_refused},
 )
 def delete_retired_checkpoints(
     target: StorageTarget,
@@ -311,7 +311,7 @@ class _CheckpointSave:
     """One save of a directory. It needs several tries if other tasks of the flow run write at the same time."""
 
     def __init__(self, args: SaveArguments) -> None:
-        self._args, self._target, self._report, self._log = args, args.target, args.report, run_log()
+        self._args, self._target, self._report, self._log = args, args.target, args.report, get_run_log()
         # A retry of the task has the same write id, so it recognizes a write of an earlier try whose reply was lost.
         self._stamp = WriteStamp(write_id=task_run.id or new_write_stamp().write_id, at=new_write_stamp().at)
 
@@ -361,7 +361,7 @@ class _CheckpointSave:
             with self._target.open(timeout=READ_TIMEOUT) as store:
                 manifest, staged = read_manifest(store, key), StagedFiles(self._args.directory)
                 # A restored copy has the metadata that was set since the commit.
-                copy = manifest_of_copy(manifest, metadata_of_copy(store, key.metadata_folder, manifest))
+                copy = add_metadata_file(manifest, read_copy_metadata(store, key.metadata_folder, manifest))
                 if has_same_files(manifest, staged) or has_same_files(copy, staged):
                     return existing
         problem = "it is committed with other files" if existing else f"the newest checkpoint is of step {newest.step}"
@@ -457,7 +457,7 @@ def restore_checkpoint(
         with suppress(_RetiredDuringRestoreError):
             restored = _restore_newest_intact(args, state, state.trials.get(args.trial))
             if restored is None and (missing := format_misspelling_warning(args.target, state, args.trial)):
-                run_log().warning("Nothing was restored. %s", missing)
+                get_run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
         f"trial {trial!r} of {experiment!r} at {args.target.uri}: {MAX_WRITE_RACES} times the trial's run deleted the "
@@ -513,10 +513,10 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     Raises:
         _RetiredDuringRestoreError: the checkpoint is not damaged: the trial has retired it since the journal was read.
     """
-    log, reason = run_log(), f"{type(damage).__name__}: {damage}"
+    log, reason = get_run_log(), f"{type(damage).__name__}: {damage}"
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
-            is_quarantined = quarantine(store, key.trial.journal_key, {key: reason}, new_write_stamp())
+            is_quarantined = quarantine_in_journal(store, key.trial.journal_key, {key: reason}, new_write_stamp())
     except StoreRefused as refused:  # it is live, but these credentials may only read, or there may be one writer only
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return

@@ -48,16 +48,16 @@ from prefect_tune.core.storage.generations import find_current_journal, no_exper
 from prefect_tune.core.storage.layout import JournalKey, ResultsTable, delete_older_documents, results_path
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
-from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt, current_owner, raising_resume_failed
+from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt, make_process_owner, raising_resume_failed
 from prefect_tune.ownership import ensure_ownership, make_attempt_start_events, retry_on_conflict, write_if_unchanged
 from prefect_tune.parameters.forms import TargetLike
 from prefect_tune.prefect_api.task_runs import public_task, skip_prefect_introspection
 from prefect_tune.storage_retries import (
-    CHECK_RETRY_OPTIONS,
+    FIRST_TASK_RETRY_OPTIONS,
     READ_TIMEOUT,
     REFUSAL_RETRY_OPTIONS,
     TASK_RETRY_OPTIONS,
-    run_log,
+    get_run_log,
     with_retries,
 )
 from prefect_tune.task_values import (
@@ -66,13 +66,13 @@ from prefect_tune.task_values import (
     SyncStateArguments,
     TrialEndStatus,
     make_experiment_state,
-    similar_experiment_hint,
+    make_similar_experiment_hint,
 )
 from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(minutes=10)
 
-check_target = task(name="check-target", task_run_name="check {target.uri}", **CHECK_RETRY_OPTIONS)(
+check_target = task(name="check-target", task_run_name="check {target.uri}", **FIRST_TASK_RETRY_OPTIONS)(
     ownership.check_target
 )
 
@@ -161,8 +161,8 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     args = ExperimentArguments(**locals())
     state = ensure_ownership(args.target, args.experiment)
     is_new = state.term == 1 and not state.trials
-    if is_new and (hint := similar_experiment_hint(args.target, args.experiment)):
-        run_log().warning("Experiment %r at %s is new%s", args.experiment, args.target.uri, hint)
+    if is_new and (hint := make_similar_experiment_hint(args.target, args.experiment)):
+        get_run_log().warning("Experiment %r at %s is new%s", args.experiment, args.target.uri, hint)
     return make_experiment_state(args.target, state)
 
 
@@ -272,7 +272,7 @@ class ForkRequest:
     """The entry of the experiment's journal; None for the last entry."""
     strict: bool = False
     """Whether to raise an error if the origin has deleted a checkpoint since this entry."""
-    owner: Owner = field(default_factory=current_owner)
+    owner: Owner = field(default_factory=make_process_owner)
     stamp: WriteStamp = field(default_factory=new_write_stamp)
 
 

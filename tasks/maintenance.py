@@ -13,7 +13,13 @@ from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, UnknownVersion
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load_experiment
-from prefect_tune.core.operations.scrub import FULL_SHARE, DailyShare, Inspection, inspect_checkpoints, quarantine
+from prefect_tune.core.operations.scrub import (
+    FULL_SHARE,
+    DailyShare,
+    Inspection,
+    inspect_checkpoints,
+    quarantine_in_journal,
+)
 from prefect_tune.core.operations.trial_gc import (
     ExperimentGarbage,
     collect_experiment_garbage,
@@ -74,10 +80,10 @@ def quarantine_checkpoints(
 ) -> Sequence[CheckpointKey]:
     """Quarantine damaged checkpoints, even if another process owns the journal; return the quarantined checkpoints.
 
-    Idempotent; see `quarantine`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
+    Idempotent; see `quarantine_in_journal`. Raises the errors of `verify_checkpoints`, and `CommitUnknown`.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
-        return quarantine(store, journal, damaged, new_write_stamp())
+        return quarantine_in_journal(store, journal, damaged, new_write_stamp())
 
 
 @task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **TASK_RETRY_OPTIONS)

@@ -58,7 +58,7 @@ from prefect_tune.prefect_api.task_runs import (
     public_task,
     quiet_inner_tasks,
 )
-from prefect_tune.storage_retries import REFUSAL_RETRY_OPTIONS, TASK_RETRY_OPTIONS, retrying_refusals, run_log
+from prefect_tune.storage_retries import REFUSAL_RETRY_OPTIONS, TASK_RETRY_OPTIONS, get_run_log, retrying_refusals
 from prefect_tune.task_values import TrialArguments, TrialState, make_trial_state
 from prefect_tune.tasks.checkpoints import PrefectAttemptTasks
 
@@ -171,7 +171,7 @@ def run_trial(
     plan = SearchPlan(**parameters)
     spec, stopper = make_single_trial_spec(plan, args.trial)
     config_values = config_to_json(config)
-    require_importable(plan.trainable, plan.isolation, run_log(), spec.cadence)
+    require_importable(plan.trainable, plan.isolation, get_run_log(), spec.cadence)
     state = retry_on_conflict(lambda: _prepare_trial(spec, config_values, stopper))
     spec = replace(spec, trial=state.trial_key(args.trial))
     result = state.trial(args.trial)
@@ -217,5 +217,5 @@ def _run_attempt_without_search(spec: TrialSpec, state: Experiment, stop: thread
         journal = WritingJournal(name, JournalWriter(spec.target, state, make_trial_entry_writer(name)))
         with retrying_refusals(), closing(channel):
             request = AttemptRequest(search_term=state.term, trial=trial, reports=reports)
-            ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), run_log()).run_with_journal(journal)
+            ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), get_run_log()).run_with_journal(journal)
     return ended.trial, ended.outcome

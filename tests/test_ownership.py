@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Suspended
 
 from prefect_tune.core.errors import CrashLoop
-from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.experiment.experiment import make_empty_experiment
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.ownership import make_next_owner
 from tests.fakes.checkpoints import first_generation
@@ -32,7 +32,7 @@ def own_experiment(last_run: str | None, restarts: int, scheduled: bool = False)
     assert context.flow_run is not None
     context.flow_run.auto_scheduled = scheduled  # as Prefect's scheduler creates it
     owner = Owner(name="the last run", host="here", pid=1, flow_run=last_run or str(flow_run.id))
-    experiment = empty_experiment(first_generation("e")).model_copy(update={"owner": owner, "restarts": restarts})
+    experiment = make_empty_experiment(first_generation("e")).model_copy(update={"owner": owner, "restarts": restarts})
     return make_next_owner(experiment, 5)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_tune.core.errors import JournalCorrupt, ObjectNotFound
-from prefect_tune.core.experiment.cost import Category, ExperimentCost
+from prefect_tune.core.experiment.cost import CostCategory, ExperimentCost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import Trial, newest_checkpoint_key
@@ -78,8 +78,8 @@ def attempts_to_arrow(cost: ExperimentCost) -> pa.Table:
         "attempt": pa.array([attempt.attempt for attempt in attempts], "int64"),
         "began_at": pa.array([attempt.began_at for attempt in attempts], pa.timestamp("ms", "UTC")),
     }
-    for category in Category:
-        if category is not Category.IDLE:
+    for category in CostCategory:
+        if category is not CostCategory.IDLE:
             seconds = [attempt.seconds[category] for attempt in attempts]
             columns[f"{category.key}_seconds"] = pa.array(seconds, "float64")
     for name, arrow_type in _USAGE_COLUMNS.items():
@@ -199,7 +199,7 @@ def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
 
 def curves_to_arrow(experiment: Experiment, curves: LearningCurves) -> pa.Table:
     """Return the valid reports of all trials, one per row."""
-    return reports_to_arrow((trial, curves.curve_of(trial)) for trial in experiment.trials)
+    return reports_to_arrow((trial, curves.get_curve(trial)) for trial in experiment.trials)
 
 
 def read_curves(store: ObjectStore, experiment: Experiment) -> LearningCurves:

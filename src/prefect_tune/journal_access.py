@@ -45,7 +45,7 @@ from prefect_tune.prefect_api.task_runs import mark_task_runs_crashed
 from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
-def current_owner(*, attempt: int = 0) -> Owner:
+def make_process_owner(*, attempt: int = 0) -> Owner:
     """Return an `Owner` that names this process; `Superseded` errors of earlier owners show it."""
     return Owner(
         name=flow_run.name or "a script",
@@ -255,7 +255,7 @@ def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
     _mark_attempts_crashed(owner_before, owner, (owner.attempt or flow_run.run_count) if is_same_run else None)
 
 
-def set_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
+def mark_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
     """Set the task run of an attempt on another machine to Crashed, after `owner` has fenced the attempt."""
     if supervisor.task_run is not None:
         _mark_attempts_crashed(supervisor, owner, None)

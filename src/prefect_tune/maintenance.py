@@ -32,7 +32,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Retention
-from prefect_tune.core.experiment.summary import experiment_kind
+from prefect_tune.core.experiment.summary import get_experiment_kind
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import load_experiment, read_entry_if_exists
 from prefect_tune.core.messages.target_messages import ExperimentView, read_live_status
@@ -49,7 +49,7 @@ from prefect_tune.core.storage.generations import (
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import digest_of, validate_name
-from prefect_tune.journal_access import current_owner
+from prefect_tune.journal_access import make_process_owner
 from prefect_tune.reporting.page import render_markdown
 from prefect_tune.storage_retries import with_store
 from prefect_tune.tasks.maintenance import (
@@ -58,7 +58,7 @@ from prefect_tune.tasks.maintenance import (
     quarantine_checkpoints,
     verify_checkpoints,
 )
-from prefect_tune.terminal.formatting import freshness_of
+from prefect_tune.terminal.formatting import compute_freshness
 
 # The report of a maintenance run: values, and a Markdown page for the Prefect UI.
 
@@ -224,7 +224,7 @@ class MaintenanceOptions:
     """The validated options of one run."""
 
     target: StorageTarget
-    share: DailyShare | None
+    daily_share: DailyShare | None
     """The checkpoints of each experiment to read; None for none."""
     max_bytes: int | None
     quarantine: bool
@@ -285,9 +285,9 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
     """Read the daily share; publish damage before quarantining it: later runs do not read quarantined checkpoints."""
-    if options.share is None:
+    if options.daily_share is None:
         return
-    result = verify_checkpoints(options.target, journal, options.share, options.max_bytes, options.until)
+    result = verify_checkpoints(options.target, journal, options.daily_share, options.max_bytes, options.until)
     upkeep.live_count, upkeep.verified_count = len(result.live), len(result.inspected)
     upkeep.verified_bytes = sum(item.size_bytes for item in result.inspected)
     upkeep.unread_count = result.unread_count
@@ -318,7 +318,7 @@ def _run_garbage_collection(options: MaintenanceOptions, journal: JournalKey, up
     upkeep.collected_count, upkeep.collected_bytes = garbage.object_count, garbage.size_bytes
     upkeep.undecided_count = sum(trial.undecided_count for trial in garbage.trials)
     for trial in garbage.trials:
-        if (reason := trial.damage or trial.kept) is not None:
+        if (reason := trial.damage or trial.kept_reason) is not None:
             upkeep.record_skipped(f"garbage of trial {trial.trial}", reason)
     if garbage.skipped_count:
         upkeep.record_skipped(f"garbage of {garbage.skipped_count} trials", "the time budget was spent")
@@ -372,7 +372,7 @@ def delete_experiment(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     resolved = resolve_existing(target)
-    owner, stamp = current_owner(), new_write_stamp()  # the same in each try, so that a retry is the same deletion
+    owner, stamp = make_process_owner(), new_write_stamp()  # the same in each try, so that a retry is the same deletion
 
     def inspect_experiment(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
         # A folder without a journal is no experiment, and is not deleted.
@@ -411,7 +411,7 @@ def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageT
     """
     last, live = read_entry_if_exists(store, state.key, state.entry_count), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")
-    freshness = freshness_of(ExperimentView(state, as_of, live), datetime.now(UTC))
+    freshness = compute_freshness(ExperimentView(state, as_of, live), datetime.now(UTC))
     freshness = replace(freshness, is_running=freshness.is_running or live is not None)
     if not freshness.is_running or freshness.is_stale:
         return
@@ -419,7 +419,7 @@ def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageT
     count = max(running_count, len(live.trials) if live is not None else 0)  # the live status may be newer
     sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
     signs = f"{sign} as of {freshness.describe()}"
-    is_search = experiment_kind(state) == "search"
+    is_search = get_experiment_kind(state) == "search"
     how = f"prefect-tune stop {target.cli_argument} {state.name}" if is_search else "cancel its flow run"
     raise InvalidInput(
         f"experiment {state.name!r} at {target.uri}: {state.owner} may still own it: {signs}. End that run first "

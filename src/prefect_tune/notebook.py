@@ -43,7 +43,7 @@ _MAX_CPU_SHARE = 0.05
 _END_TIMEOUT = timedelta(seconds=5)
 
 
-class SearchEnding(StrEnum):
+class CellStatus(StrEnum):
     """The status of the search that a cell shows."""
 
     RUNNING = "running"
@@ -52,7 +52,7 @@ class SearchEnding(StrEnum):
     FAILED = "failed"
 
 
-Draw: TypeAlias = "Callable[[SearchEnding, str], tuple[str, str]]"
+Draw: TypeAlias = "Callable[[CellStatus, str], tuple[str, str]]"
 """Returns the output as HTML and as one line of text, from the status and the error message of a failure."""
 
 
@@ -116,7 +116,7 @@ def live_output(
     error, only the final status is drawn.
     """
     ended = threading.Event()
-    status_and_error = SearchEnding.RUNNING, ""
+    status_and_error = CellStatus.RUNNING, ""
 
     def draw_once() -> float:
         """Draw, and return the pause until the next call, in seconds."""
@@ -143,13 +143,13 @@ def live_output(
     try:
         yield
     except KeyboardInterrupt:
-        status_and_error = SearchEnding.INTERRUPTED, ""
+        status_and_error = CellStatus.INTERRUPTED, ""
         raise
     except BaseException as error:
-        status_and_error = SearchEnding.FAILED, first_line(f"{type(error).__name__}: {error}")
+        status_and_error = CellStatus.FAILED, first_line(f"{type(error).__name__}: {error}")
         raise
     else:
-        status_and_error = SearchEnding.INTERRUPTED if stop.is_set() else SearchEnding.DONE, ""
+        status_and_error = CellStatus.INTERRUPTED if stop.is_set() else CellStatus.DONE, ""
     finally:
         ended.set()
         thread.join(_END_TIMEOUT.total_seconds())
@@ -216,27 +216,27 @@ def render_trials_html(trials: Sequence[Trial], metrics: Sequence[str], more: st
     return render_notebook_cell(*([Code(render_text(table, width=_TERMINAL_WIDTH), "text")] if trials else []), *notes)
 
 
-def render_progress_html(state: ProgressState, status: SearchEnding, error: str, link: str | None = None) -> str:
+def render_progress_html(state: ProgressState, status: CellStatus, error: str, link: str | None = None) -> str:
     """Return the progress of a search as HTML. `error` is the failure's message, and `link` is the run's URL."""
     after = f"after {format_duration(state.elapsed)}"
     headline: list[Cell] = []
     match status:
-        case SearchEnding.RUNNING:
+        case CellStatus.RUNNING:
             headline = [f"running for {format_duration(state.elapsed)}"]
-        case SearchEnding.DONE if state.stop_reason:
+        case CellStatus.DONE if state.stop_reason:
             headline = [f"ended early {after}: {state.stop_reason}"]
-        case SearchEnding.DONE if not state.has_started_attempt:
+        case CellStatus.DONE if not state.has_started_attempt:
             headline = ["nothing to train: all trials have already ended. For a new search, use a new experiment name"]
-        case SearchEnding.DONE:
+        case CellStatus.DONE:
             headline = [f"done {after}"]
-        case SearchEnding.INTERRUPTED:
+        case CellStatus.INTERRUPTED:
             same_name = Verbatim(f"experiment={state.estimate.experiment!r}")
             headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
-        case SearchEnding.FAILED:
+        case CellStatus.FAILED:
             headline = [f"failed {after}: {error}"]
     parts = [shorten(part, 300) if isinstance(part, str) else part for part in headline]
     address = [Text([Link("in the Prefect UI", link)])] if link else []
-    kind: Literal["", "bad"] = "bad" if status is SearchEnding.FAILED else ""
+    kind: Literal["", "bad"] = "bad" if status is CellStatus.FAILED else ""
     table = render_text(render_progress(state, _TERMINAL_WIDTH, _TERMINAL_HEIGHT), width=_TERMINAL_WIDTH)
     return render_notebook_cell(Text(parts, kind=kind), Code(table[-_MAX_TABLE_CHARACTERS:], "text"), *address)
 

@@ -59,7 +59,7 @@ from prefect_tune.core.journal_events import (
     TrialResumed,
 )
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.storage.generations import claim_name, read_claiming_call, reject_earlier_writer
+from prefect_tune.core.storage.generations import claim_experiment, read_claiming_call, reject_earlier_writer
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import WriteStamp, digest_of
 from prefect_tune.journal_access import (
@@ -68,15 +68,15 @@ from prefect_tune.journal_access import (
     acquire_and_adopt_with_retries,
     adopt_unjournaled_saves,
     append_entry,
-    current_owner,
+    make_process_owner,
     read_experiment_raising_refusals,
     read_experiment_to_resume,
 )
-from prefect_tune.parameters.plan_checks import require_continuable, require_one_process
+from prefect_tune.parameters.plan_checks import require_continuable, require_single_writer
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import claim_call_key, current_call_path
 from prefect_tune.prefect_api.flow_runs import check_run_alive, was_started_by_user
-from prefect_tune.storage_retries import READ_TIMEOUT, run_log, with_retries, with_store
+from prefect_tune.storage_retries import READ_TIMEOUT, get_run_log, with_retries, with_store
 
 MAX_WRITE_RACES = 16
 """How many times a task tries to write while other writers are faster."""
@@ -100,7 +100,7 @@ def check_target(target: StorageTarget) -> TargetCheck:
     if not check.ok:
         raise StoreRefused(check.message)
     if not check.conditional_create:
-        run_log().warning("%s", check.message)
+        get_run_log().warning("%s", check.message)
     return check
 
 
@@ -163,7 +163,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
                         "space, config, metric, mode, search, scheduler or seed. To continue the experiment with the "
                         f"changed call, pass experiment={other!r}; to train something else, pass another name"
                     )
-            is_claimed = with_store(plan.target, partial(claim_name, experiment=name, call=path.key))
+            is_claimed = with_store(plan.target, partial(claim_experiment, experiment=name, call=path.key))
         _last_callers[uri, name] = path.caller
     return plan.with_changes(experiment=name)
 
@@ -183,7 +183,7 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
         Abort: a schedule started this run, and the experiment's last run is alive or waits for the user. This run is
             set to Cancelled; the target is unchanged.
     """
-    owner, previous_owner = current_owner(), state.owner
+    owner, previous_owner = make_process_owner(), state.owner
     if previous_owner is None or previous_owner.flow_run is None or owner.flow_run is None:
         return owner
     if previous_owner.flow_run != owner.flow_run:
@@ -212,7 +212,7 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
         other = client.read_flow_run(UUID(owner.flow_run))
         if check_run_alive(other, client):
             reason = f"experiment {experiment!r}: its last run, {other.name}, has not ended"
-            run_log().warning("%s: this scheduled run ends without any change", reason)
+            get_run_log().warning("%s: this scheduled run ends without any change", reason)
             client.set_flow_run_state(run.id, Cancelled(name="Skipped", message=f"Skipped: {reason}."))
             raise Abort(reason)
 
@@ -226,7 +226,7 @@ def make_run_owner() -> Owner:
     `attempt` is the run count, which a retry increments, so a retry supersedes the earlier try. Without a flow run, the
     owner is this process.
     """
-    owner = current_owner(attempt=flow_run.run_count or 0)
+    owner = make_process_owner(attempt=flow_run.run_count or 0)
     name = owner.name if owner.flow_run else f"script {_PROCESS_ID}"
     return owner.model_copy(update={"name": name, "task_run": None})
 
@@ -274,7 +274,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
                 # Ignore a takeover by another task of this run; after any other takeover, the next iteration raises.
                 with suppress(_AlreadyOwnedError, Superseded):
                     if not check_target(target).conditional_create:
-                        require_one_process(target.uri)
+                        require_single_writer(target.uri)
                     request = OwnershipRequest(owner, new_write_stamp(), require_not_owned, loaded=state)
                     return acquire_and_adopt_with_retries(target, state.key, request)
             elif state.last_adopting_term == state.term:

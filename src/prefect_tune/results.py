@@ -25,12 +25,12 @@ from prefect_tune.core.experiment.summary import (
     Losses,
     Scope,
     compute_losses,
-    config_of_checkpoint,
     count_by_status,
+    find_checkpoint_config,
+    find_pareto_front,
     find_trial,
     format_best_label,
     objective_from_settings,
-    pareto_front,
     rank_checkpoints,
     rank_trials,
     require_trial,
@@ -42,7 +42,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Status,
     Trial,
-    live_checkpoint_keys,
+    list_live_checkpoint_keys,
     newest_checkpoint_key,
 )
 from prefect_tune.core.journal.journal import load_experiment, read_entries
@@ -237,7 +237,7 @@ class Results:
 
         With several metrics: the Pareto front, sorted by the first metric. The errors are those of `best_trial`.
         """
-        return pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
+        return find_pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
     def _require_objective(self, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective:
         objective = _choose_objective(self.objective, metric, mode)
@@ -286,7 +286,7 @@ class Results:
         losses = [report.metrics["loss"] for report in results.curve("00003")]
         ```
         """
-        return self._curves.curve_of(self._require_trial(trial).id)
+        return self._curves.get_curve(self._require_trial(trial).id)
 
     @cached_property
     def _curves(self) -> LearningCurves:
@@ -332,7 +332,7 @@ class Results:
             InvalidInput: the directory has other content, which is not changed, or there is no such trial.
         """
         (current,) = self._reload_trials(self.best if trial is None else trial)
-        keys = live_checkpoint_keys(self.experiment.trial_key(current.id), current)
+        keys = list_live_checkpoint_keys(self.experiment.trial_key(current.id), current)
         matching_keys = [key for key in keys if step in (None, key.step)]
         if not matching_keys:
             steps = ", ".join(str(key.step) for key in keys) or "none"
@@ -519,7 +519,7 @@ def export_checkpoint(
         taken_names = {path.partition("/")[0] for path in paths}
         if trial.last_clone_sequence is not None:  # an exploit has changed the configuration
             entries = read_entries(store, experiment.key)
-            config = config_of_checkpoint(entries, trial.id, ref.sequence)
+            config = find_checkpoint_config(entries, trial.id, ref.sequence)
     names: dict[str, str] = {}
     for name in (_CONFIG_FILE, _METRICS_FILE):
         candidates = chain((name, f"trial-{name}"), (f"trial-{number}-{name}" for number in count(2)))

@@ -107,7 +107,7 @@ def should_retry_if_unavailable(_task: Task[..., object], _task_run: TaskRun, st
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_work_abandoned()
 
 
-def is_transient_but_not_refused(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
+def should_retry_unless_refused(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Like `should_retry`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
     error = state.result(raise_on_failure=False)
     return is_retryable(error) and not isinstance(error, StoreRefused)
@@ -127,7 +127,7 @@ def with_retries(
         except Exception as error:
             if is_retried(error) and not is_work_abandoned():
                 seconds = pause_seconds * random.uniform(1, 1 + _JITTER)  # noqa: S311  it spreads retries, it keeps no secret
-                run_log().warning("%sretrying in %.1f s: %s", work, seconds, str(error) or type(error).__name__)
+                get_run_log().warning("%sretrying in %.1f s: %s", work, seconds, str(error) or type(error).__name__)
                 _pause(seconds)
                 continue
             raise
@@ -144,7 +144,7 @@ def with_store(target: StorageTarget, act: Callable[[ObjectStore], _Out], timeou
     return with_retries(act_on_store)
 
 
-def run_log() -> Log:
+def get_run_log() -> Log:
     """Return the logger of the current Prefect run; the package's logger if there is no run."""
     try:
         return get_run_logger()
@@ -167,7 +167,7 @@ TASK_RETRY_OPTIONS: dict[str, Any] = {
 REFUSAL_RETRY_OPTIONS: dict[str, Any] = {**TASK_RETRY_OPTIONS, "retry_condition_fn": should_retry_with_refusals}
 
 # Options of a flow run's first task.
-CHECK_RETRY_OPTIONS: dict[str, Any] = {
+FIRST_TASK_RETRY_OPTIONS: dict[str, Any] = {
     **TASK_RETRY_OPTIONS,
     "retries": _MAX_FIRST_RETRIES,
     "retry_delay_seconds": list(_PAUSES_SECONDS[:_MAX_FIRST_RETRIES]),

@@ -32,7 +32,7 @@ from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import CheckpointNotFound, InvalidInput, ResumeFailed, Superseded, TuneError
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, experiment_stoppers
+from prefect_tune.core.experiment.stoppers import AnyOf, MaxTime, TrialBudget, extract_experiment_stoppers
 from prefect_tune.core.experiment.summary import count_by_status, format_best_label, rank_trials
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
@@ -64,7 +64,7 @@ from prefect_tune.journal_access import (
 )
 from prefect_tune.ownership import make_next_owner
 from prefect_tune.parameters import plan_checks
-from prefect_tune.parameters.argument_checks import make_stopper, source_digest, stop_to_json
+from prefect_tune.parameters.argument_checks import compute_source_digest, make_stopper, stop_to_json
 from prefect_tune.parameters.plan_checks import format_code_note
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import current_call_path, current_flow_run
@@ -354,7 +354,7 @@ def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[
     """Return the limits of the stop criterion `stop`, together with `samples` and the steps of `checkpoints`."""
     stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
-    trial_budgets = [part.trials for part in experiment_stoppers(stopper) if isinstance(part, TrialBudget)]
+    trial_budgets = [part.trials for part in extract_experiment_stoppers(stopper) if isinstance(part, TrialBudget)]
     stop_json = stop_to_json(stop) if stop is not None else {}
     return ResumeLimits(
         samples=samples,
@@ -640,7 +640,7 @@ def _make_training_form(plan: SearchPlan, state: Experiment, retry_reason: str) 
 
 def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, trainable: object) -> str:
     """Return a warning if the trainable's source has changed since the newest checkpoint; "" if not, or if unknown."""
-    key, digest = newest_checkpoint_key(folder, trial), source_digest(trainable)
+    key, digest = newest_checkpoint_key(folder, trial), compute_source_digest(trainable)
     if key is None or not digest:
         return ""
     try:

@@ -139,7 +139,7 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 """The parts that differ within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
 
 
-def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
+def make_similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
     """Return `; did you mean 'slow'?` if `target` has a similar experiment; return "" if not, or after 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
         return _format_similar_name_hint(experiment, list_experiment_names(store))
@@ -149,7 +149,7 @@ def similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
 def format_misspelling_warning(target: StorageTarget, state: Experiment, trial: str) -> str:
     """Return a warning if the experiment or trial does not exist and its name may be misspelled; "" otherwise."""
     if not state.entry_count:
-        hint = similar_experiment_hint(target, state.name)
+        hint = make_similar_experiment_hint(target, state.name)
         return f"There is no experiment {state.name!r} at {target.uri}{hint}" if hint else ""
     hint = _format_similar_name_hint(trial, state.trials) if trial not in state.trials else ""
     return f"Experiment {state.name!r} at {target.uri} has no trial {trial!r}{hint}" if hint else ""

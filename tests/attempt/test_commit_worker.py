@@ -40,7 +40,7 @@ from prefect_tune.core.journal_events import (
     TrialFinished,
 )
 from prefect_tune.core.messages.process_messages import StepDone
-from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine
+from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine_in_journal
 from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
@@ -189,7 +189,7 @@ class CommitHarness:
     def quarantine_oldest(self) -> None:
         """Quarantine the oldest checkpoint, like another writer."""
         with self.spec.target.open(timeout=timedelta(minutes=1)) as store:
-            quarantine(store, TRIAL.journal_key, {self.list_live_keys()[0]: "damaged"}, new_write_stamp())
+            quarantine_in_journal(store, TRIAL.journal_key, {self.list_live_keys()[0]: "damaged"}, new_write_stamp())
 
     def rot_oldest_blob(self) -> None:
         oldest = min(self._list_files(TRIAL.blobs_folder), key=lambda path: path.stat().st_mtime_ns)

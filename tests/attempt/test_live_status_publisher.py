@@ -11,7 +11,7 @@ import pytest
 
 from prefect_tune import clock
 from prefect_tune.core.errors import StoreUnavailable, Superseded, TuneError
-from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, Cause, Event, TrialAdded
 from prefect_tune.core.messages.target_messages import read_newest_live_status
 from prefect_tune.core.search_view import SearchView
@@ -39,7 +39,7 @@ class Search:
     """An experiment with one running trial, and the publisher of its live status."""
 
     def __init__(self, period: timedelta | None) -> None:
-        self.state = empty_experiment(KEY).model_copy(update={"term": 3})
+        self.state = make_empty_experiment(KEY).model_copy(update={"term": 3})
         self.view = SearchView(self.state)
         self.publisher = LiveStatusPublisher(BucketTarget(name="live"), self.view.take_snapshot, period)
         self.apply_event(TrialAdded(trial="a", config={}))

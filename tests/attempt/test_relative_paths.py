@@ -19,7 +19,7 @@ from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import CheckpointSaved, TrainableLoaded
 from prefect_tune.loggers import FileLogger
-from prefect_tune.runtime.load_named import load_by_name
+from prefect_tune.runtime.load_named import load_object
 from tests.fakes.outcomes import require_failure
 from tests.fakes.trial_processes import LogRecorder, make_log, make_start, receive_messages
 from tests.long_cases import long_after
@@ -86,7 +86,7 @@ def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "path", ["", "code"])
     assert absolute_sys_path() == ("", "code")
     with pytest.raises(InvalidInput, match=r"No module named 'no_such_module'.*directory <removed>"):
-        load_by_name("no_such_module:train")
+        load_object("no_such_module:train")
 
 
 def test_a_syncer_sends_the_directory_that_was_meant_when_it_was_asked(

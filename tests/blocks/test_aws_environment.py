@@ -13,7 +13,7 @@ import pytest
 from prefect_tune.blocks import S3Target
 from prefect_tune.core.errors import StoreRefused
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.stores.open_location import ambient_access, open_location, parse_uri
+from prefect_tune.stores.open_location import find_ambient_access, open_location, parse_uri
 from tests.blocks.conftest import SHORT
 from tests.fakes.checkpoints import write_files
 from tests.fakes.servers.canned_http import canned_server, s3_error
@@ -98,9 +98,9 @@ def test_a_role_that_the_surroundings_give_comes_before_a_profile(
     name: str, aws: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _move_to_default_folder(aws)
-    assert ambient_access(os.environ).keys is not None
+    assert find_ambient_access(os.environ).key_provider is not None
     monkeypatch.setenv(name, "/anything")
-    assert ambient_access(os.environ).keys is None
+    assert find_ambient_access(os.environ).key_provider is None
 
 
 def test_a_profile_that_there_is_not_is_said(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:

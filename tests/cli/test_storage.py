@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.summary import config_of_checkpoint
+from prefect_tune.core.experiment.summary import find_checkpoint_config
 from prefect_tune.core.journal.journal import acquire_ownership, append_events
 from prefect_tune.core.journal_events import (
     AttemptStarted,
@@ -135,7 +135,7 @@ def test_a_checkpoint_from_before_an_exploit_has_the_configuration_of_that_time(
         CheckpointCloned(trial="t", checkpoint=clone, source="u", config={"lr": 2}),
     ]
     entries: list[Any] = [SimpleNamespace(events=[event]) for event in events]
-    assert [config_of_checkpoint(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
+    assert [find_checkpoint_config(entries, "t", sequence)["lr"] for sequence in (6, 7, 8)] == [1, 2, 2]
 
 
 def test_export_writes_a_named_trials_checkpoint_of_a_step(run: Run, moods: Path, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from prefect_tune.core.checkpoints import commit as committing
 from prefect_tune.core.checkpoints.commit import Reverification
 from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, CommitUnknown, StoreUnavailable, TuneError
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
-from prefect_tune.core.experiment.retention import Retention, quarantined_to_retire, sequences_to_retire
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
+from prefect_tune.core.experiment.retention import Retention, find_quarantined_to_retire, find_sequences_to_retire
 from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.experiment.trial_transitions import (
     Phase,
@@ -43,7 +43,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.messages.target_messages import list_node_objects_up_to
 from prefect_tune.core.operations import trial_gc as collecting
-from prefect_tune.core.restore import find_checkpoints_using, make_adoption_events, read_manifest
+from prefect_tune.core.restore import find_damaged_checkpoints, make_adoption_events, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport, WriteStamp
@@ -88,7 +88,7 @@ class Session:
     witness: Witness
     owner: str = "first"
     retention: Retention = field(default_factory=lambda: Retention(last=2))
-    experiment: Experiment = field(default_factory=lambda: empty_experiment(first_generation(NAME)))
+    experiment: Experiment = field(default_factory=lambda: make_empty_experiment(first_generation(NAME)))
     parent: Manifest | None = None
     head: bytes = b""
     pending: list[StepReport] = field(default_factory=list)
@@ -228,8 +228,8 @@ class Session:
             size_bytes=manifest.size_bytes,
         )
         live = (*self.trial.checkpoints, checkpoint)
-        quarantined = quarantined_to_retire(self.trial.quarantined_checkpoints, live, self.retention)
-        retired_sequences = (*sequences_to_retire(live, self.retention), *(ref.sequence for ref in quarantined))
+        quarantined = find_quarantined_to_retire(self.trial.quarantined_checkpoints, live, self.retention)
+        retired_sequences = (*find_sequences_to_retire(live, self.retention), *(ref.sequence for ref in quarantined))
         reports = [StepReported(trial=KEY.trial, report=report) for report in self.pending]
         kept_keys = [KEY.checkpoint_key(ref) for ref in self.trial.checkpoints if ref.sequence not in retired_sequences]
         self.append(
@@ -249,7 +249,7 @@ class Session:
         """Make an event for each checkpoint that uses a blob that the last save found damaged."""
         if not self.damaged_blobs:
             return []
-        reasons = retry(lambda: find_checkpoints_using(self.store, keys, self.damaged_blobs)).items()
+        reasons = retry(lambda: find_damaged_checkpoints(self.store, keys, self.damaged_blobs)).items()
         return [CheckpointQuarantined(trial=KEY.trial, sequence=key.sequence, reason=text) for key, text in reasons]
 
     def delete_early(self, checkpoint: CheckpointRef, retired: tuple[int, ...]) -> None:
@@ -407,7 +407,7 @@ def _check_checkpoints(store: ObjectStore, trial: Trial, witness: Witness) -> It
 
 
 def _check_curve(entries: Sequence[Entry], trial: Trial, witness: Witness) -> Iterator[str]:
-    reports = LearningCurves(entries).curve_of(KEY.trial)
+    reports = LearningCurves(entries).get_curve(KEY.trial)
     steps = [report.step for report in reports]
     if steps != list(range(1, trial.step + 1)):
         yield f"I6: the curve that counts has steps {steps}, and the trial is at {trial.step}"

@@ -9,7 +9,7 @@ from functools import lru_cache, reduce
 import pytest
 
 from prefect_tune.core.checkpoints import commit, manifest
-from prefect_tune.core.experiment.experiment import Experiment, apply_entry, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_entry, make_empty_experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal_events import (
     AttemptStarted,
@@ -91,5 +91,5 @@ def fold_entries(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     entries = journal.read_entries(store, key)
     digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(
-        lambda state, pair: apply_entry(state, *pair), zip(entries, digests, strict=True), empty_experiment(key)
+        lambda state, pair: apply_entry(state, *pair), zip(entries, digests, strict=True), make_empty_experiment(key)
     )

@@ -11,7 +11,7 @@ from prefect_tune.core.experiment import trial_transitions
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key, parent_of_next_save
 from prefect_tune.core.journal_events import CheckpointCommitted, CheckpointQuarantined, CheckpointRef, StepReported
-from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine, reinstate
+from prefect_tune.core.operations.scrub import inspect_checkpoint, quarantine_in_journal, reinstate_in_journal
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -54,7 +54,7 @@ def corrupt_shared_blob(search: Search) -> None:
 
 def quarantine_keys(search: Search, *damaged: CheckpointKey) -> None:
     """Quarantine checkpoints, like maintenance that found them damaged."""
-    quarantine(search.store, search.journal, dict.fromkeys(damaged, "damaged"), search.chronicle.stamp())
+    quarantine_in_journal(search.store, search.journal, dict.fromkeys(damaged, "damaged"), search.chronicle.stamp())
 
 
 @pytest.mark.parametrize("indexes", [[0, 1], [0], [1]], ids=["all of them", "the older", "the newer"])
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_quarantined_in_every_trial_that_has_it(search: 
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
     search.open()
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [1, 0]
-    assert reinstate(search.store, search.journal, [bad], search.chronicle.stamp()) == [bad]
+    assert reinstate_in_journal(search.store, search.journal, [bad], search.chronicle.stamp()) == [bad]
     search.open()
     assert [len(search.trial(name).checkpoints) for name in ("s", "c")] == [2, 1]
 
@@ -138,7 +138,7 @@ def test_what_is_reinstated_is_saved_upon_again(search: Search) -> None:
     search.append(StepReported(trial="s", report=StepReport(step=4, metrics={})))
     assert parent_of_next_save(search.key("s"), search.trial("s")) is None
     keys = [search.key("s").checkpoint_key(record.checkpoint) for record in search.trial("s").quarantined_checkpoints]
-    reinstate(search.store, search.journal, keys, search.chronicle.stamp())
+    reinstate_in_journal(search.store, search.journal, keys, search.chronicle.stamp())
     search.append(StepReported(trial="s", report=StepReport(step=5, metrics={})))
     assert parent_of_next_save(search.key("s"), search.trial("s")) == keys[-1]
 

@@ -19,7 +19,11 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.checkpoints.manifest import normalize_metadata
-from prefect_tune.core.experiment.stoppers import experiment_stoppers, metric_limits, trial_stopper
+from prefect_tune.core.experiment.stoppers import (
+    collect_metric_limits,
+    extract_experiment_stoppers,
+    extract_trial_stopper,
+)
 from prefect_tune.core.metrics import is_number, to_plain_metrics, to_plain_scalar
 from prefect_tune.core.schedulers.pbt import parse_mutations
 from prefect_tune.core.search.space import resolve_space, validate_space
@@ -300,7 +304,7 @@ REAL_OPTIONS: dict[str, Callable[[Any], object]] = {
     "S3Target.request_timeout_seconds": lambda value: (
         pt.S3Target(bucket="abc", request_timeout_seconds=value).request_timeout_seconds
     ),
-    "stop": lambda value: metric_limits(make_stopper({"loss": value}))["loss"],
+    "stop": lambda value: collect_metric_limits(make_stopper({"loss": value}))["loss"],
     **{
         name: partial(read_plan_value, name)
         for name in ("time_budget_seconds", "grace_period_seconds", "silence_timeout_seconds")
@@ -347,7 +351,7 @@ def test_a_stop_criterion_with_numbers_of_numpy_is_stored_and_a_resume_reads_the
 
 
 def describe_stopper(stopper: pt.Stopper) -> tuple[str, str]:
-    return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
+    return repr(extract_trial_stopper(stopper)), repr(extract_experiment_stoppers(stopper))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptLaunched,
@@ -67,7 +67,7 @@ def commit(step: int, sequence: int, **options: Any) -> CheckpointCommitted:
 
 def make_payloads(*events: Event) -> list[dict[str, object]]:
     """Return the payloads of these journal events that become Prefect events, with their names as `name`."""
-    state: Experiment = empty_experiment(first_generation("first"))
+    state: Experiment = make_empty_experiment(first_generation("first"))
     results: list[dict[str, object]] = []
     for event in events:
         state = apply_events(state, [event])
@@ -243,8 +243,8 @@ def train_trial(state: Experiment, trial: str, *losses: float, saved: bool = Tru
 
 
 def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none() -> None:
-    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5)
-    tracker = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    state = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5)
+    tracker = BestModelTracker(LOSS, make_empty_experiment(first_generation("first")))
     best_model = tracker.on_commit(state.trial("00000"))
     assert best_model is not None
     assert list(best_model.metrics) == ["loss", "other"]  # the objective's metric comes first
@@ -254,8 +254,8 @@ def test_a_better_checkpoint_is_news_with_its_manifest_and_an_equal_one_is_none(
 
 
 def test_a_trial_that_ends_better_than_anything_that_was_saved_is_news_without_a_manifest() -> None:
-    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, saved=False, ends=True)
-    tracker = BestModelTracker(LOSS, empty_experiment(first_generation("first")))
+    state = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5, saved=False, ends=True)
+    tracker = BestModelTracker(LOSS, make_empty_experiment(first_generation("first")))
     best_model = tracker.on_trial_ended(state.trial("00000"))
     assert best_model is not None
     assert best_model.manifest is None
@@ -270,13 +270,13 @@ def test_of_several_metrics_the_next_decides_between_equals() -> None:
         better = apply_events(state, [CheckpointCommitted(trial="00000", checkpoint=checkpoint)])
         return BestModelTracker(make_objective(["loss", "other"], "min"), state).on_commit(better.trial("00000"))
 
-    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5)
+    state = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5)
     assert find_best_after(1.0) is None
     assert find_best_after(0.5) is not None
 
 
 def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
-    earlier = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.3)
+    earlier = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.3)
     earlier = train_trial(earlier, "00001", 0.05, saved=False, ends=True)
     state = train_trial(train_trial(earlier, "00002", 0.07), "00003", 0.04)
     tracker = BestModelTracker(LOSS, earlier)
@@ -286,7 +286,7 @@ def test_what_was_there_before_is_no_news_and_what_is_worse_neither() -> None:
 
 
 def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None:
-    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
+    state = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5, ends=True)
     assert BestModelTracker(None, state).on_trial_ended(state.trial("00000")) is None
     assert BestModelTracker(None, state).trial is None
     tracker = BestModelTracker(make_objective("accuracy", "max"), state)
@@ -294,7 +294,7 @@ def test_without_an_objective_and_without_the_metric_nothing_is_better() -> None
 
 
 def test_the_best_checkpoint_is_of_all_commits_and_of_equal_ones_each_trials_first() -> None:
-    state = train_trial(empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
+    state = train_trial(make_empty_experiment(first_generation("first")), "00000", 0.5, 0.1, 0.1, 0.3)
     state = train_trial(train_trial(state, "00001", 0.2, ends=True), "00002", 0.4, 0.1)
     assert find_best_checkpoints(state, LOSS) == {"00000": 2, "00002": 2}
     assert find_best_checkpoints(state, None) == find_best_checkpoints(state, make_objective("accuracy", "max")) == {}

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptStarted,
@@ -32,7 +32,7 @@ class ObservedExperiment:
     """An experiment, and the view that its events are applied to."""
 
     def __init__(self) -> None:
-        self.experiment: Experiment = empty_experiment(first_generation("e"))
+        self.experiment: Experiment = make_empty_experiment(first_generation("e"))
         self.count = 0
         self.view = SearchView(self.experiment)
         self.apply(OwnerChanged(experiment="e", generation=1, term=1, owner=LOCAL))

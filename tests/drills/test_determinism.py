@@ -14,7 +14,7 @@ from prefect_tune.drills.evidence import (
     METRICS,
     Difference,
     DrillRun,
-    Record,
+    ProbeRecord,
     ValueHistory,
     find_result_locations,
     find_unseeded_generators,
@@ -30,7 +30,7 @@ LOCATION = ("s.json", "it")
 
 def make_run(**metrics: list[Any]) -> DrillRun:
     reports = {step: {name: values[step - 1] for name, values in metrics.items()} for step in range(1, 5)}
-    records = [Record(step, 1, False, START_TIME - 9 + step, 0.5, 0.0, {}) for step in range(1, 5)]
+    records = [ProbeRecord(step, 1, False, START_TIME - 9 + step, 0.5, 0.0, {}) for step in range(1, 5)]
     return DrillRun(reports, {2: MANIFEST, 4: CHANGED}, [], records, [])
 
 
@@ -126,7 +126,7 @@ def test_a_generator_without_a_seed_is_one_that_training_uses_and_that_differs_b
         records = []
         for step in range(1, 5):
             states = {"global random": DIGESTS[first], "rng own": DIGESTS[first + step], "rng seeded": DIGESTS[step]}
-            records.append(Record(step, attempt, False, 0.0, 0.0, 0.0, {**states, "state w": "1"}))
+            records.append(ProbeRecord(step, attempt, False, 0.0, 0.0, 0.0, {**states, "state w": "1"}))
         return DrillRun({}, {}, [], records, [])
 
     (own,) = find_unseeded_generators(make_generator_run(10), [make_generator_run(30), None])

@@ -30,7 +30,7 @@ import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.drills import probe
 from prefect_tune.drills import run_drill as run_drill_module
-from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, Record, read_records
+from prefect_tune.drills.evidence import METRICS, Difference, DrillRun, ProbeRecord, read_records
 from prefect_tune.drills.plan import DrillPlan, make_drill_plan, plan_kills
 from prefect_tune.drills.probe import RunPlan, collect_states
 from prefect_tune.drills.run_drill import (
@@ -38,7 +38,7 @@ from prefect_tune.drills.run_drill import (
     RunProgress,
     read_output_tail,
     render_cells,
-    require_importable,
+    require_drillable,
     run_drill,
     run_drill_in_terminal,
 )
@@ -162,7 +162,7 @@ def test_a_trainable_that_cannot_be_imported_is_refused_at_once(
     (tmp_path / "broken.py").write_text(f"from prefect_tune import Trainable\n{code}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(TuneError, match=message) as caught:
-        require_importable(name)
+        require_drillable(name)
     assert "prints" not in str(caught.value)
 
 
@@ -178,7 +178,7 @@ def test_what_a_module_starts_at_its_import_ends_with_the_check(
         "def train(config): ...\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    require_importable("starts:train")
+    require_drillable("starts:train")
     wait_until(lambda: not _find_processes("sleep 604"), seconds=60, what=lambda: "the end of what it started")
 
 
@@ -187,7 +187,7 @@ def test_a_module_that_drills_at_its_import_is_refused(monkeypatch: pytest.Monke
     (tmp_path / "drills.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(TuneError, match="drill: the import of module 'drills' calls it"):
-        require_importable("drills:train")
+        require_drillable("drills:train")
 
 
 MISSED = Difference(1, FileDifference(METRICS, "", "the step was not reported"))
@@ -214,7 +214,7 @@ def test_a_third_run_is_made_only_if_the_steps_before_the_first_kill_do_not_expl
 ) -> None:
     """The killed run resumed from step 2."""
     undisturbed, third = (DrillRun({step: {}}, {2: MANIFEST}, [], [], []) for step in (1, 2))
-    killed = replace(undisturbed, records=[Record(2, 2, True, 1.0, 0.5, 0.0, {})])
+    killed = replace(undisturbed, records=[ProbeRecord(2, 2, True, 1.0, 0.5, 0.0, {})])
     differences = {id(killed): differ, id(third): again}
     monkeypatch.setattr(run_drill_module, "compare_runs", lambda _store, _one, other: differences[id(other)])
     train_run = Mock(return_value=third)

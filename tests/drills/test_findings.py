@@ -19,7 +19,7 @@ from prefect_tune.drills.evidence import (
     DrillRun,
     Kill,
     MeasuredSave,
-    Record,
+    ProbeRecord,
 )
 from prefect_tune.drills.findings import (
     DrillReport,
@@ -48,7 +48,7 @@ DIGESTS = [f"{number:016x}" for number in range(100)]
 
 
 def make_run(kills: Sequence[Kill] = ()) -> DrillRun:
-    records = [Record(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
+    records = [ProbeRecord(step, 1, False, float(step), 0.5, 0.2 if step == 3 else 0.0, {}) for step in range(1, 5)]
     metrics = {step: {"loss": 1 / step} for step in range(1, 5)}
     return DrillRun(metrics, {2: MANIFEST}, [MeasuredSave(2, 2048, 512, 0.1)], records, kills)
 
@@ -112,8 +112,8 @@ def test_what_differs_by_itself_and_training_does_not_change_does_not_matter() -
     ],
 )
 def test_what_is_not_restored_is_said_though_the_runs_are_the_same(kind: str, message: str) -> None:
-    records = [Record(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
-    resumed = Record(3, 2, True, 3.5, 0.5, 0.0, {f"{kind} it": "0"})
+    records = [ProbeRecord(step, 1, False, float(step), 0.5, 0.0, {f"{kind} it": str(step)}) for step in range(1, 5)]
+    resumed = ProbeRecord(3, 2, True, 3.5, 0.5, 0.0, {f"{kind} it": "0"})
     undisturbed, killed = replace(make_run(), records=records), replace(make_run(), records=[*records[:3], resumed])
     report = make_drill_report(PLAN, "drill-0", RunComparison(undisturbed, killed, None, (), (), ()))
     assert report.is_exact
@@ -161,9 +161,9 @@ def test_a_training_that_differs_from_itself_proves_nothing(
 
 
 def test_what_is_in_the_checkpoint_is_not_said_to_be_forgotten() -> None:
-    records = [Record(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
+    records = [ProbeRecord(step, 1, False, float(step), 0.5, 0.0, {"state w": f"{step:016}", "state v": f"{step:016}"})
             for step in range(1, 5)]  # fmt: skip
-    resumed = Record(3, 2, False, 3.5, 0.5, 0.0, {"state w": "9" * 16, "state v": "8" * 16})
+    resumed = ProbeRecord(3, 2, False, 3.5, 0.5, 0.0, {"state w": "9" * 16, "state v": "8" * 16})
     undisturbed, killed = replace(make_run(), records=records), replace(make_run(), records=[*records[:2], resumed])
     runs = RunComparison(undisturbed, killed, None, [make_diff(3, "s.json", "w.1.0")], (), ())
     report = make_drill_report(PLAN, "drill-0", runs)
@@ -191,11 +191,11 @@ X = DIGESTS[99]
 LR, CUDA = "optimizer adam.param_groups.0.lr", "global torch.cuda:1"
 
 
-def make_record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> Record:
-    return Record(step, attempt, is_restored, ended_at=float(step), seconds=0.5, wait_seconds=0.1, states=states)
+def make_record(step: int, states: Mapping[str, str], attempt: int = 1, *, is_restored: bool = False) -> ProbeRecord:
+    return ProbeRecord(step, attempt, is_restored, ended_at=float(step), seconds=0.5, wait_seconds=0.1, states=states)
 
 
-def build_run(*records: Record) -> DrillRun:
+def build_run(*records: ProbeRecord) -> DrillRun:
     return DrillRun({}, {}, [], records, [])
 
 
@@ -336,7 +336,7 @@ def test_nothing_to_compare_after_the_resume_is_no_exact_run() -> None:
     with pytest.raises(TuneError, match="nothing to compare after the resume: all metrics differ without a kill"):
         make_drill_report(PLAN, "drill-0", runs)
     later = replace(make_run(), manifests={2: MANIFEST, 4: CHANGED})
-    killed = replace(later, records=[*later.records[:3], Record(2, 2, True, 3.5, 0.5, 0.0, {})])
+    killed = replace(later, records=[*later.records[:3], ProbeRecord(2, 2, True, 3.5, 0.5, 0.0, {})])
     report = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], [("m.pt", "w")]))
     assert (report.is_exact, report.compared_metric_count) == (True, 0)
     report = make_drill_report(PLAN, "drill-0", RunComparison(later, killed, None, [loss], [loss], ()))
@@ -367,7 +367,7 @@ DRAWN: Mapping[str, Sequence[float]] = {
 def make_metrics_run(*names: str) -> DrillRun:
     """Return a run with these metrics, steps of half a second, and a checkpoint that changes."""
     metrics = {step: {name: DRAWN[name][step - 1] for name in names} for step in range(1, 5)}
-    records = [Record(step, 1, False, 1.8e9 + step, 0.5, 0.0, {"rng r": DIGESTS[step]}) for step in range(1, 5)]
+    records = [ProbeRecord(step, 1, False, 1.8e9 + step, 0.5, 0.0, {"rng r": DIGESTS[step]}) for step in range(1, 5)]
     return DrillRun(metrics, {2: MANIFEST, 4: CHANGED}, [], records, [])
 
 
@@ -428,8 +428,8 @@ def test_a_restart_that_was_not_planned_disturbs_a_run_too() -> None:
     first = make_run().records
     assert make_run().undisturbed_steps == 4
     for resumed, steps in (
-        (Record(2, 2, True, 3.5, 0.5, 0.0, {}), 2), (Record(3, 2, False, 3.5, 0.5, 0.0, {}), 2),
-        (Record(1, 2, False, 3.5, 0.5, 0.0, {}), 0),
+        (ProbeRecord(2, 2, True, 3.5, 0.5, 0.0, {}), 2), (ProbeRecord(3, 2, False, 3.5, 0.5, 0.0, {}), 2),
+        (ProbeRecord(1, 2, False, 3.5, 0.5, 0.0, {}), 0),
     ):  # fmt: skip
         assert replace(make_run(), records=[*first[:3], resumed, *first[2:]]).undisturbed_steps == steps
 

@@ -44,7 +44,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.executors import remote_executor
 from prefect_tune.executors.remote_executor import RemoteExecutor, RemoteSearchChannel
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived
-from prefect_tune.journal_access import current_owner, read_experiment
+from prefect_tune.journal_access import make_process_owner, read_experiment
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import commit_files, first_generation, write_files
@@ -149,7 +149,7 @@ def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_na
 
     first, resumed = run_search(FarSearch(target)), run_search(FarSearch(target))
     with target.open(timeout=timedelta(seconds=9)) as store:
-        delete_generation(store, first_generation("e"), current_owner(), new_write_stamp())
+        delete_generation(store, first_generation("e"), make_process_owner(), new_write_stamp())
     recreated = run_search(FarSearch(target))
     assert first.experiment_id
     assert resumed.experiment_id == first.experiment_id != recreated.experiment_id

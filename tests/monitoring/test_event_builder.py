@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prefect_tune.core.errors import Superseded
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptStarted,
@@ -68,7 +68,7 @@ class Search:
     def __init__(
         self, address: ExperimentAddress = ADDRESS, objective: Objective | None = LOSS, state: Experiment | None = None
     ) -> None:
-        self.state = state or empty_experiment(first_generation("first"))
+        self.state = state or make_empty_experiment(first_generation("first"))
         self.recorder = SearchRecorder(self.state)
         self.started_at = self.now = datetime.now(UTC)
         self.built: list[PrefectEvent] = []
@@ -171,7 +171,7 @@ def test_an_exploit_is_an_edge_from_the_others_checkpoints_for_the_clone_and_for
 
 
 def test_the_best_model_is_made_from_the_warm_starts_and_the_origin_of_its_search() -> None:
-    state = empty_experiment(first_generation("first"))
+    state = make_empty_experiment(first_generation("first"))
     origin = ForkOrigin(experiment="old", generation=1, number=3, digest=Digest("d"))
     uris = ["s3://bucket/runs/earlier", "gs://other/place/theirs"]
     names = ("earlier", "gcs-target/prod/theirs", "gs://other/place/theirs")
@@ -266,7 +266,7 @@ def test_an_attempt_that_outlived_its_search_is_looked_after() -> None:
 
 
 def make_emitter(emitted: list[PrefectEvent], state: Experiment | None = None) -> EventEmitter:
-    recorder = SearchRecorder(state or empty_experiment(first_generation("first")))
+    recorder = SearchRecorder(state or make_empty_experiment(first_generation("first")))
     return EventEmitter(ADDRESS, LOSS, recorder, LOG, emitted.append)
 
 
@@ -322,7 +322,7 @@ def test_an_event_that_cannot_be_told_is_logged_and_the_next_one_is_told(caplog:
             raise ValueError("too large")
         emitted.append(event)
 
-    emitter = EventEmitter(ADDRESS, LOSS, SearchRecorder(empty_experiment(first_generation("first"))), LOG, emit)
+    emitter = EventEmitter(ADDRESS, LOSS, SearchRecorder(make_empty_experiment(first_generation("first"))), LOG, emit)
     with caplog.at_level("ERROR"), emitting_events(emitter, threading.Event()):
         emit_events(emitter, *FIRST_COMMIT)
     assert "could not be emitted" in caplog.text

@@ -203,7 +203,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
 def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, step_count=9)
+    search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, max_steps=9)
     recorder = SearchRecorder(search.state)
     observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
     observers = ObserverGroup([recorder, observer], LOG)
@@ -373,6 +373,6 @@ def test_a_key_tells_apart_names_that_look_alike() -> None:
 def test_a_run_is_linked_to_as_narrowly_as_it_is_known() -> None:
     task, flow = "1b7e3c1e-0000-4000-8000-000000000001", "1b7e3c1e-0000-4000-8000-000000000002"
     owner = Owner(name="n", host="h", pid=1, flow_run=flow)
-    assert str(live_report.run_url(owner)).endswith(f"/runs/flow-run/{flow}")
-    assert str(live_report.run_url(owner.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
-    assert live_report.run_url(Owner(name="a script", host="h", pid=1)) is None
+    assert str(live_report.make_run_url(owner)).endswith(f"/runs/flow-run/{flow}")
+    assert str(live_report.make_run_url(owner.model_copy(update={"task_run": task}))).endswith(f"/runs/task-run/{task}")
+    assert live_report.make_run_url(Owner(name="a script", host="h", pid=1)) is None

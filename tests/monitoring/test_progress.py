@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import apply_event, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import make_clone_ref
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -61,7 +61,7 @@ class RunningSearch:
 
     def __init__(self, estimate: SearchEstimate | None = None, period: timedelta = timedelta(0)) -> None:
         events = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
-        self._state = apply_events(empty_experiment(first_generation("e")), events)
+        self._state = apply_events(make_empty_experiment(first_generation("e")), events)
         self._view = TrackedProgress(self._state, estimate or SearchEstimate("e"), 0.0, datetime.now(UTC))
         self.progress = ProgressObserver(self._view, LOG, log_period=period)
 
@@ -103,7 +103,7 @@ def test_a_single_training_logs_its_metrics_now_and_then_and_its_end_only_after_
 def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    nothing, estimate = empty_experiment(first_generation("e")), SearchEstimate("e", trial_count=3)
+    nothing, estimate = make_empty_experiment(first_generation("e")), SearchEstimate("e", trial_count=3)
     error = TrialErrored(trial="0", cause=Cause.TRAINABLE, reason="no")
     for state in (nothing, apply_events(nothing, [TrialAdded(trial="0", config={}), error])):
         with showing_progress(SearchRecorder(state), estimate, (), LOG, threading.Event(), in_terminal=True):
@@ -197,7 +197,7 @@ class LoggedSearch:
 
     def __init__(self, metric: str | None = "loss", mode: Mode = "min") -> None:
         settings = {"metric": metric, "mode": mode} if metric else {}
-        self.state = empty_experiment(first_generation("e")).model_copy(update={"settings": settings})
+        self.state = make_empty_experiment(first_generation("e")).model_copy(update={"settings": settings})
         self.objective = make_objective(metric, mode)
         self.begin_run()
 

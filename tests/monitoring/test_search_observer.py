@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.experiment.summary import LearningCurves
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -35,7 +35,7 @@ class Counts(SearchObserver):
 
 
 def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are() -> None:
-    recorder, state = LogRecorder(), empty_experiment(first_generation("e"))
+    recorder, state = LogRecorder(), make_empty_experiment(first_generation("e"))
     bad, good = Counts(fails_at=2), Counts()
     group = ObserverGroup([bad, good], make_log(recorder))
     for _ in range(4):
@@ -45,7 +45,7 @@ def test_one_that_fails_is_logged_once_and_called_no_more_while_the_others_are()
 
 
 def test_curves_of_which_an_event_is_missing_are_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = CurveCollector(state := empty_experiment(first_generation("e")))
+    collector = CurveCollector(state := make_empty_experiment(first_generation("e")))
     monkeypatch.setattr(LearningCurves, "add_event", Counts(fails_at=1).on_entry_written)
     ObserverGroup([collector], make_log(LogRecorder())).on_event(TrialAdded(trial="a", config={}), state)
     assert collector.curves is None

@@ -18,14 +18,14 @@ import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.cost import Category, ExperimentCost
+from prefect_tune.core.experiment.cost import CostCategory, ExperimentCost
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search_view import SearchSnapshot
 from prefect_tune.notebook import (
     CellOutput,
-    SearchEnding,
+    CellStatus,
     live_output,
     quiet_console,
     render_progress_html,
@@ -42,7 +42,7 @@ from tests.fakes.untrusted import HOSTILE, require_visible
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
-NO_COST = ExperimentCost([], [], dict.fromkeys(Category, 0.0))
+NO_COST = ExperimentCost([], [], dict.fromkeys(CostCategory, 0.0))
 EVIL = "</td></style><script>alert(1)</script><img src=http://evil onerror=alert(2)>\"'" + HOSTILE
 EVIL_ERROR = make_reason("raised", type=EVIL, text=EVIL, traceback=f"Traceback {EVIL}", location=EVIL)
 
@@ -85,9 +85,9 @@ def render_all(tmp_path: Path) -> dict[str, str]:
         "e", "t", Status.ERRORED, EVIL, 3, {EVIL: EVIL}, checkpoint, 1, 0, recomputed_is_lower_bound=False
     )
     return {
-        "running": render_progress_html(make_state(), SearchEnding.RUNNING, ""),
-        "failed": render_progress_html(make_state(stop_reason=EVIL), SearchEnding.FAILED, EVIL),
-        "ended early": render_progress_html(make_state(stop_reason=EVIL), SearchEnding.DONE, ""),
+        "running": render_progress_html(make_state(), CellStatus.RUNNING, ""),
+        "failed": render_progress_html(make_state(stop_reason=EVIL), CellStatus.FAILED, EVIL),
+        "ended early": render_progress_html(make_state(stop_reason=EVIL), CellStatus.DONE, ""),
         "results": results,
         "trial": make_trial(1, Phase.ERRORED, end_reason=EVIL_ERROR)._repr_html_(),
         "checkpoint": checkpoint._repr_html_(),
@@ -109,7 +109,7 @@ def test_what_users_wrote_is_text_and_nothing_is_loaded(tmp_path: Path) -> None:
 
 
 def test_the_run_in_the_prefect_ui_is_a_link_if_its_address_is_known() -> None:
-    for ending in SearchEnding:
+    for ending in CellStatus:
         html = render_progress_html(make_state(), ending, "", 'http://ui/runs/flow-run/1?a="b')
         link = '<a href="http://ui/runs/flow-run/1?a=&quot;b" target="_blank" rel="noopener">in the Prefect UI</a>'
         assert link in html
@@ -126,7 +126,7 @@ def test_text_has_the_color_of_the_cell(tmp_path: Path) -> None:
 def test_ten_thousand_trials_are_a_short_table() -> None:
     others = [make_trial(number) for number in range(1, 10_000)]
     state = make_state(others=others, counts={Status.COMPLETED: 9_999, Status.RUNNING: 1})
-    html = render_progress_html(state, SearchEnding.DONE, "")
+    html = render_progress_html(state, CellStatus.DONE, "")
     assert html.count(" completed ") == 15
     assert len(html) < 40_000
 
@@ -145,13 +145,13 @@ def test_curves_that_cannot_be_read_are_said_to_be_missing() -> None:
 
 
 def test_a_cell_shows_the_table_of_a_terminal_and_how_the_search_ended() -> None:
-    running = render_progress_html(make_state(), SearchEnding.RUNNING, "")
+    running = render_progress_html(make_state(), CellStatus.RUNNING, "")
     assert "running for 3 min 20 s" in running
     assert "best    trial 00001, loss 0.142857 at step 1" in running
-    assert "done after 3 min 20 s" in render_progress_html(make_state(), SearchEnding.DONE, "")
-    ended_early = render_progress_html(make_state(stop_reason="a budget"), SearchEnding.DONE, "")
+    assert "done after 3 min 20 s" in render_progress_html(make_state(), CellStatus.DONE, "")
+    ended_early = render_progress_html(make_state(stop_reason="a budget"), CellStatus.DONE, "")
     assert "ended early after 3 min 20 s: a budget" in ended_early
-    interrupted = render_progress_html(make_state(), SearchEnding.INTERRUPTED, "")
+    interrupted = render_progress_html(make_state(), CellStatus.INTERRUPTED, "")
     assert "run the cell again with <code>experiment=&#x27;first&#x27;</code>" in interrupted
 
 
@@ -202,7 +202,7 @@ def test_the_end_is_drawn_also_after_an_update_that_failed() -> None:
     cell, errors = Cell(), list[Exception]()
     with live_output(cell, lambda ending, _: (str(ending), ""), errors.append, threading.Event()):
         assert cell.failed.wait(60)
-    assert [str(ending) for ending in cell.shown] == [str(SearchEnding.DONE)]
+    assert [str(ending) for ending in cell.shown] == [str(CellStatus.DONE)]
     assert [str(error) for error in errors] == ["the kernel's channel is closed"]
 
 

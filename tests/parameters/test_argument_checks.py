@@ -13,7 +13,12 @@ from prefect.client.schemas.actions import DeploymentCreate, DeploymentFlowRunCr
 from pydantic_core import PydanticSerializationError
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.stoppers import StopCriteria, as_stopper, experiment_stoppers, trial_stopper
+from prefect_tune.core.experiment.stoppers import (
+    StopCriteria,
+    as_stopper,
+    extract_experiment_stoppers,
+    extract_trial_stopper,
+)
 from prefect_tune.core.search import domains
 from prefect_tune.core.search.base import Search
 from prefect_tune.core.search.objective import make_objective
@@ -116,7 +121,7 @@ def test_a_scheduler_a_search_and_a_stopper_are_sent_as_their_json_form(
 
 
 def describe_stopper(stopper: Any) -> tuple[str, str]:
-    return repr(trial_stopper(stopper)), repr(experiment_stoppers(stopper))
+    return repr(extract_trial_stopper(stopper)), repr(extract_experiment_stoppers(stopper))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import FsspecTarget, LocalTarget
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.experiment import Experiment, TrialMap, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap, make_empty_experiment
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import acquire_ownership, append_events
@@ -25,7 +25,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import WriteStamp
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.journal_access import read_experiment_to_resume
-from prefect_tune.parameters.argument_checks import trainable_fingerprint
+from prefect_tune.parameters.argument_checks import make_trainable_fingerprint
 from prefect_tune.parameters.plan_checks import require_same_training, require_search
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.searches.experiments import write_experiment
@@ -135,14 +135,14 @@ def spec(tmp_path: Path) -> TrialSpec:
         trainable="",
         stopper="",
         needs_history=False,
-        fingerprint=trainable_fingerprint("some.module:Model"),
+        fingerprint=make_trainable_fingerprint("some.module:Model"),
     )
 
 
 def make_training(**fingerprint: str) -> Experiment:
     """Return a training with a journal."""
     trial = Trial(id="trial", config={}, fingerprint=fingerprint)
-    return empty_experiment(first_generation(NAME)).model_copy(update={"trials": TrialMap.from_trials([trial])})
+    return make_empty_experiment(first_generation(NAME)).model_copy(update={"trials": TrialMap.from_trials([trial])})
 
 
 @pytest.mark.parametrize("trainable", [train, "some.module:train", "another.module:Other"])
@@ -150,13 +150,13 @@ def test_another_trainable_under_the_same_name_is_refused_and_both_are_named(
     spec: TrialSpec, trainable: object
 ) -> None:
     with pytest.raises(InvalidInput, match="'Model'") as refused:
-        require_same_training(make_training(**trainable_fingerprint(trainable)), spec, {})
-    assert repr(trainable_fingerprint(trainable)["trainable"]) in str(refused.value)
+        require_same_training(make_training(**make_trainable_fingerprint(trainable)), spec, {})
+    assert repr(make_trainable_fingerprint(trainable)["trainable"]) in str(refused.value)
 
 
 @pytest.mark.parametrize("trainable", [Model, "moved.elsewhere:Model", "some.module:Outer.Model"])
 def test_the_same_trainable_may_be_named_otherwise(spec: TrialSpec, trainable: object) -> None:
-    require_same_training(make_training(**trainable_fingerprint(trainable)), spec, {})
+    require_same_training(make_training(**make_trainable_fingerprint(trainable)), spec, {})
 
 
 def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: TrialSpec) -> None:
@@ -164,7 +164,7 @@ def test_a_trial_of_which_no_trainable_is_known_is_taken_for_the_same(spec: Tria
 
 
 def test_a_search_is_no_training(spec: TrialSpec) -> None:
-    search = make_training(**trainable_fingerprint(train)).model_copy(update={"settings": {"metric": "loss"}})
+    search = make_training(**make_trainable_fingerprint(train)).model_copy(update={"settings": {"metric": "loss"}})
     with pytest.raises(InvalidInput, match="is a search"):
         require_same_training(search, spec, {})
 

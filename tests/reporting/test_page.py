@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 import pytest
 from markdown_it import MarkdownIt
 
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost
+from prefect_tune.core.experiment.cost import AttemptCost, CostCategory, ExperimentCost, RunCost
 from prefect_tune.core.experiment.trial_transitions import newest_checkpoint_key
 from prefect_tune.core.journal_events import Cause, StopRequested, TrialErrored
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.reporting.facts import ReportInput, report_fields
+from prefect_tune.reporting.facts import ReportInput, report_to_json
 from prefect_tune.reporting.page import make_cost_rows, make_page, render_html, render_markdown
 from prefect_tune.terminal.formatting import format_cell
 from tests.fakes.html_tags import Tags
@@ -118,7 +118,7 @@ def test_the_totals_tell_what_was_done_in_vain_and_what_was_not_sent() -> None:
 def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
     report_input = single(60, kills=(23, 41)).report_input()
     start = datetime(2026, 11, 26, tzinfo=UTC)
-    seconds = dict.fromkeys(Category, 0.0) | {Category.TRAINING: 7.5, Category.LOST: 2.5}
+    seconds = dict.fromkeys(CostCategory, 0.0) | {CostCategory.TRAINING: 7.5, CostCategory.LOST: 2.5}
     cost = ExperimentCost([RunCost(start, 10.0, 1)], [AttemptCost("0", 1, start, seconds, None)], seconds)
     report_input.__dict__["cost"] = cost
     assert (report_input.totals.useful_seconds, report_input.totals.lost_seconds) == (7.5, 2.5)
@@ -126,7 +126,7 @@ def test_the_training_time_of_the_report_is_that_of_the_cost() -> None:
 
 
 def test_the_same_facts_are_json() -> None:
-    facts = json.loads(json.dumps(report_fields(asha(20).report_input())))
+    facts = json.loads(json.dumps(report_to_json(asha(20).report_input())))
     assert facts["trials_by_status"] == {"completed": 4, "pruned": 15, "errored": 1}
     assert facts["ended_count"] == 20
     assert [(run["term"], run["attempts"]) for run in facts["runs"]] == [(1, 6), (2, 6), (3, 8)]

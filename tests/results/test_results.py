@@ -16,8 +16,8 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import arrow_tables, clock
 from prefect_tune.arrow_tables import COLUMN_VERSIONS, parse_reports, reports_to_arrow, to_parquet, trials_to_arrow
-from prefect_tune.core.experiment.experiment import empty_experiment
-from prefect_tune.core.experiment.retention import sequences_to_retire
+from prefect_tune.core.experiment.experiment import make_empty_experiment
+from prefect_tune.core.experiment.retention import find_sequences_to_retire
 from prefect_tune.core.experiment.summary import Scope, find_best_trial, objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.journal_events import AttemptStarted, Cause, Event, StepReported, TrialAdded, TrialErrored
@@ -146,7 +146,9 @@ def test_the_best_checkpoint_is_of_the_best_report_of_all_trials_and_the_one_tha
     assert results.best.id != results.best_trial(scope="all").id
     assert read_count(results.best_checkpoint(metric="eval/size", mode="max")) == "3"
     saves = results.trials[C].checkpoints  # of losses 5, 4, 4: of equal ones the older stays
-    kept = [ref for ref in saves if ref.sequence not in sequences_to_retire(saves, pt.Retention(best=1, metric="loss"))]
+    kept = [
+        ref for ref in saves if ref.sequence not in find_sequences_to_retire(saves, pt.Retention(best=1, metric="loss"))
+    ]
     assert f"/{kept[0].step:010}-{kept[0].sequence:010}" in results.best_checkpoint(C).path
     assert results.best_checkpoint(metric="accuracy") is None
 
@@ -320,7 +322,7 @@ def make_trial(*reports: Mapping[str, object], error: str = "") -> Trial:
     for step, metrics in enumerate(reports, 1):
         events.append(StepReported(trial="00000", report=StepReport(step=step, metrics=metrics)))
     events += [TrialErrored(trial="00000", cause=Cause.TRAINABLE, reason=error)] * bool(error)
-    return apply_events(empty_experiment(first_generation("e")), events).trial("00000")
+    return apply_events(make_empty_experiment(first_generation("e")), events).trial("00000")
 
 
 def rank_error(*trials: Trial, scope: str = "last", curves: Sequence[Mapping[str, object]] = ()) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.runtime.load_named import importable_name_of, load_by_name, stable_digest
+from prefect_tune.runtime.load_named import compute_stable_digest, find_import_name, load_object
 from tests.trainables import moody
 from tests.trainables.moody import Moody, train
 
@@ -64,19 +64,19 @@ def import_module_file(folder: Path, name: str) -> ModuleType:
 
 @pytest.mark.parametrize("value", [Moody, train, pt.Trainable, pytest.fixture])
 def test_an_import_path_leads_back_to_the_object(value: object) -> None:
-    path = importable_name_of(value)
+    path = find_import_name(value)
     assert path is not None
-    assert load_by_name(path) is value
+    assert load_object(path) is value
 
 
 def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     net = import_module_file(tmp_path, "nets_of_a_test")
     try:
-        assert importable_name_of(net.Net) == "nets_of_a_test:Net"
-        assert importable_name_of(net.Net.Inner) == "nets_of_a_test:Net.Inner"
-        assert importable_name_of(net.decorated) == "nets_of_a_test:decorated"
-        assert importable_name_of(net.train) == "nets_of_a_test:train"
+        assert find_import_name(net.Net) == "nets_of_a_test:Net"
+        assert find_import_name(net.Net.Inner) == "nets_of_a_test:Net.Inner"
+        assert find_import_name(net.decorated) == "nets_of_a_test:decorated"
+        assert find_import_name(net.train) == "nets_of_a_test:train"
         unnamed = [
             net.first,
             net.nameless,
@@ -88,14 +88,14 @@ def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pyte
             pt.tune.fn,
             3,
         ]
-        assert [importable_name_of(value) for value in unnamed] == [None] * len(unnamed)
-        assert importable_name_of(wraps(net.train)(partial(net.train))) is None  # it has the name of `train`
+        assert [find_import_name(value) for value in unnamed] == [None] * len(unnamed)
+        assert find_import_name(wraps(net.train)(partial(net.train))) is None  # it has the name of `train`
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
-        assert importable_name_of(net.Net) is None  # like a file that a deployment loads by its path
+        assert find_import_name(net.Net) is None  # like a file that a deployment loads by its path
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "nets_of_a_test.py").write_text(MODULE)
         monkeypatch.syspath_prepend(tmp_path / "other")
-        assert importable_name_of(net.Net) is None
+        assert find_import_name(net.Net) is None
     finally:
         del sys.modules["nets_of_a_test"]
 
@@ -112,13 +112,13 @@ def test_what_a_script_defines_has_none_and_what_it_imports_has_one(tmp_path: Pa
 
 def test_a_module_that_was_removed_from_the_imported_ones_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, moody.__name__)
-    assert importable_name_of(Moody) is None
+    assert find_import_name(Moody) is None
 
 
 @pytest.mark.parametrize("text", ["deadbeef", "train", ""])
 def test_what_is_neither_a_name_nor_a_pickle_is_one_clear_error(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"^stop: its pickle cannot be loaded by Python 3\.\d+\.\d+: "):
-        load_by_name(text, "stop")
+        load_object(text, "stop")
 
 
 def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_flow_begins(
@@ -130,7 +130,7 @@ def test_a_module_that_calls_a_flow_when_it_is_imported_is_refused_before_the_fl
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInput, match=r"durable-trainable: the import of module 'unguarded' calls it.*__main__"):
-        load_by_name("unguarded:train")
+        load_object("unguarded:train")
     assert not (tmp_path / "runs").exists()
 
 
@@ -181,15 +181,19 @@ CODE_HOLDERS = [make_function, make_class, make_class_with_attribute, make_funct
 def test_plain_values_that_a_trainable_or_a_space_holds_tell_it_apart(
     make_holder: Callable[[object], object], one: object, two: object
 ) -> None:
-    assert stable_digest(make_holder(one)) == stable_digest(make_holder(one))
-    assert stable_digest(make_holder(one)) != stable_digest(make_holder(two))
+    assert compute_stable_digest(make_holder(one)) == compute_stable_digest(make_holder(one))
+    assert compute_stable_digest(make_holder(one)) != compute_stable_digest(make_holder(two))
 
 
 @pytest.mark.parametrize("make_holder", CODE_HOLDERS)
 def test_other_objects_and_the_folder_of_temporary_files_do_not(make_holder: Callable[[object], object]) -> None:
-    assert stable_digest(make_holder(threading.Lock())) == stable_digest(make_holder(threading.Lock()))
+    assert compute_stable_digest(make_holder(threading.Lock())) == compute_stable_digest(make_holder(threading.Lock()))
     one, two, other = (Path(tempfile.gettempdir(), *names) for names in (("x", "a"), ("y", "a"), ("y", "b")))
-    assert stable_digest(make_holder(one)) == stable_digest(make_holder(str(two))) != stable_digest(make_holder(other))
+    assert (
+        compute_stable_digest(make_holder(one))
+        == compute_stable_digest(make_holder(str(two)))
+        != compute_stable_digest(make_holder(other))
+    )
 
 
 def test_another_process_computes_the_same_digest() -> None:

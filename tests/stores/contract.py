@@ -85,7 +85,7 @@ class StoreContract:
             store.create("a", b"second")
 
     def test_one_of_many_racing_creators_wins(self, store: ObjectStore) -> None:
-        if not store.conditional_create:
+        if not store.has_conditional_create:
             pytest.skip("this store says that its create is not atomic between writers")
         start = threading.Barrier(self.racers)
 

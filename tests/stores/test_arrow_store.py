@@ -66,7 +66,7 @@ class TestArrowStoreOnS3(StoreContract):
 
 
 def test_it_says_that_its_create_is_not_atomic(tmp_path: Path) -> None:
-    assert not ArrowStore(arrow.LocalFileSystem(), str(tmp_path)).conditional_create
+    assert not ArrowStore(arrow.LocalFileSystem(), str(tmp_path)).has_conditional_create
 
 
 def test_of_threads_that_create_the_same_object_one_wins_whatever_store_they_opened(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from prefect_tune.blocks.storage_target import probe_target
 from prefect_tune.core.errors import AlreadyExists, CommitUnknown, DeadlineExceeded, ObjectNotFound, StoreUnavailable
-from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_idempotently
 from prefect_tune.stores import obstore_store
 from prefect_tune.stores.arrow_store import ArrowStore
 from prefect_tune.stores.deadline import Deadline
@@ -146,9 +146,9 @@ def test_what_passes_is_not_noticed(chaos: ChaosS3, fault: Fault) -> None:
 def test_a_create_is_done_once_whatever_passes(chaos: ChaosS3, fault: Fault) -> None:
     chaos.script([fault])
     with _open_obstore(chaos.endpoint, seconds=20, request_seconds=0.8) as store:
-        create_or_recognize(store, "new", b"write id 1")
+        create_idempotently(store, "new", b"write id 1")
         with pytest.raises(AlreadyExists):
-            create_or_recognize(store, "new", b"write id 2")
+            create_idempotently(store, "new", b"write id 2")
         assert bytes(store.read("new")) == b"write id 1"
 
 
@@ -224,7 +224,7 @@ def test_in_a_storm_every_answer_is_true(chaos: ChaosS3, seed: int) -> None:
             with pytest.raises(ObjectNotFound):
                 _retry(lambda: store.read(path))
             if number % 2:
-                _retry(lambda: create_or_recognize(store, path, data))
+                _retry(lambda: create_idempotently(store, path, data))
             else:
                 _retry(lambda: store.put(path, data))
             assert bytes(_retry(lambda: store.read(path))) == data  # type: ignore[call-overload]  # a buffer

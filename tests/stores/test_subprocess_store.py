@@ -251,12 +251,12 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 def test_an_isolated_file_store_is_a_conditional_one(tmp_path: Path) -> None:
     with SubprocessStore(partial(PosixStore, tmp_path)) as store:
-        assert store.conditional_create
+        assert store.has_conditional_create
 
 
 @pytest.mark.long
 def test_of_two_whose_children_know_nothing_of_each_other_one_creates_an_object(tmp_path: Path) -> None:
     factory = partial(open_fsspec_store, "local", str(tmp_path), {})
     with SubprocessStore(factory) as one, SubprocessStore(factory) as other:
-        assert not one.conditional_create
+        assert not one.has_conditional_create
         assert race_to_create([one, other], 50) == [1] * 50

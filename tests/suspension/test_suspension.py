@@ -15,7 +15,7 @@ from prefect.context import FlowRunContext
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
-from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.experiment.experiment import make_empty_experiment
 from prefect_tune.core.journal_events import AttemptStarted, CheckpointCommitted, CheckpointRef, TrialAdded
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.suspension import (
@@ -49,14 +49,14 @@ def test_only_for_a_run_of_a_deployment_retry_is_named(
     run = FlowRun(flow_id=uuid4(), deployment_id=deployment)
     monkeypatch.setattr(FlowRunContext, "get", lambda: cast("FlowRunContext", SimpleNamespace(flow_run=run)))
     full_advice = f"experiment 'e': all 0 trials have ended; {advice}"
-    assert format_resume_advice(empty_experiment(first_generation("e"))) == full_advice
+    assert format_resume_advice(make_empty_experiment(first_generation("e"))) == full_advice
 
 
 def test_trials_without_a_checkpoint_begin_again() -> None:
     trials = [TrialAdded(trial=f"{n}", config={}) for n in range(3)]
     started = [AttemptStarted(trial=f"{n}", attempt=1, from_step=0) for n in range(3)]
     saved = [CheckpointCommitted(trial=f"{n}", checkpoint=CheckpointRef(step=5 * n, sequence=n)) for n in (1, 2)]
-    state = apply_events(empty_experiment(first_generation("e")), [*trials, *started, *saved])
+    state = apply_events(make_empty_experiment(first_generation("e")), [*trials, *started, *saved])
     advice = "experiment 'e': 2 of 3 trials resumable, at steps 5 to 10; 1 begins again, without a checkpoint; run it"
     assert format_resume_advice(state).startswith(advice)
 
@@ -76,10 +76,10 @@ def test_the_form_of_a_search_shows_the_samples_that_it_has_wherever_they_are_se
 ) -> None:
     trainable, target = "tests.trainables.counting:Counting", LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable=trainable, target=target, experiment="e", metric="loss", **options)
-    limits = SEARCH_QUESTION.get_limits(plan, empty_experiment(first_generation("e")))
+    limits = SEARCH_QUESTION.get_limits(plan, make_empty_experiment(first_generation("e")))
     assert (limits.samples, limits.scheduler_max_steps, limits.max_trials) == (samples, scheduler_steps, 0)
     budget = plan.with_changes(stop=[{"step": 3}, {"TrialBudget": {"trials": 7}}])
-    assert SEARCH_QUESTION.get_limits(budget, empty_experiment(first_generation("e"))).max_trials == 7
+    assert SEARCH_QUESTION.get_limits(budget, make_empty_experiment(first_generation("e"))).max_trials == 7
 
 
 class _SelfCountingSearch(pt.Search):
@@ -94,7 +94,7 @@ class _SelfCountingSearch(pt.Search):
 def test_the_form_offers_no_number_of_samples_for_a_search_that_decides_it(tmp_path: Path) -> None:
     target = LocalTarget(path=str(tmp_path))
     plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e", metric="loss")
-    state = empty_experiment(first_generation("e"))
+    state = make_empty_experiment(first_generation("e"))
     assert SEARCH_QUESTION.get_limits(plan.with_changes(search=_SelfCountingSearch()), state).samples == 0
 
 

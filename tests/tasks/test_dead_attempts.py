@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed, Crashed, Running, Scheduled
 
 import prefect_tune as pt
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import AttemptStarted, Owner, TrialAdded
 from prefect_tune.journal_access import make_attempt_filter, mark_dead_attempts_crashed
 from prefect_tune.prefect_api import task_runs
@@ -61,7 +61,7 @@ def create_flow_run(client: SyncPrefectClient, state: State[Any]) -> UUID:
 
 def make_experiment(owner: Owner) -> Experiment:
     """Return the experiment of a single training whose attempt was running."""
-    state = empty_experiment(first_generation("e")).model_copy(update={"owner": owner})
+    state = make_empty_experiment(first_generation("e")).model_copy(update={"owner": owner})
     state = apply_event(state, TrialAdded(trial="trial", config={}), 1)
     return apply_event(state, AttemptStarted(trial="trial", attempt=1, from_step=0), 2)
 

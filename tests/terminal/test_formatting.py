@@ -11,26 +11,26 @@ from rich.console import Console
 
 from prefect_tune.arrow_tables import attempts_to_arrow
 from prefect_tune.core.display_text import format_duration, format_span, make_visible
-from prefect_tune.core.experiment.cost import AttemptCost, Category, ExperimentCost, RunCost, format_cost
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.cost import AttemptCost, CostCategory, ExperimentCost, RunCost, format_cost
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import AttemptStarted, TrialAdded
 from prefect_tune.core.messages.target_messages import ExperimentView, LiveStatus
 from prefect_tune.core.usage_records import AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
 from prefect_tune.terminal.formatting import (
-    attempt_fields,
-    cost_fields,
+    attempt_cost_to_json,
+    compute_freshness,
+    cost_to_json,
     format_age,
     format_cell,
     format_metrics,
     format_number,
     format_steps,
-    freshness_of,
     make_attempts_table,
     make_borderless_table,
     make_cost_table,
     make_facts_table,
-    print_parts,
+    print_to_stdout,
     to_plain_cells,
 )
 from prefect_tune.terminal.progress_view import make_trials_table
@@ -55,7 +55,7 @@ def test_nothing_that_a_target_says_gives_the_terminal_commands(capsys: pytest.C
     table.add_row(*to_plain_cells([ATTACK]))
     config = {ATTACK: 1, "y": ATTACK}
     trials = [Trial(id=name, config={**config, "x": name}) for name in ("a", "b")]
-    print_parts(ATTACK, table, make_facts_table({ATTACK: {ATTACK: [ATTACK]}}), *make_trials_table(trials, [ATTACK]))
+    print_to_stdout(ATTACK, table, make_facts_table({ATTACK: {ATTACK: [ATTACK]}}), *make_trials_table(trials, [ATTACK]))
     output = capsys.readouterr().out
     assert r"\x1b]0;title\x07" in output
     assert not any(character in output for character in "\x1b\x07\x9b\r")
@@ -91,7 +91,7 @@ def test_no_line_ends_with_blanks(capsys: pytest.CaptureFixture[str]) -> None:
     table = make_borderless_table("trial", "reason")
     for row in (("1", "a long reason"), ("2", "")):
         table.add_row(*row)
-    print_parts("head", "", table)
+    print_to_stdout("head", "", table)
     assert capsys.readouterr().out.split("\n") == ["head", "", "trial  reason", "1      a long reason", "2", ""]
 
 
@@ -152,7 +152,7 @@ AT = "2026-11-23T01:32:20.123+00:00"
 
 def make_running() -> Experiment:
     events = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
-    return apply_events(empty_experiment(first_generation("e")), events)
+    return apply_events(make_empty_experiment(first_generation("e")), events)
 
 
 def make_live_status(period_seconds: float) -> LiveStatus:
@@ -169,11 +169,11 @@ def make_live_status(period_seconds: float) -> LiveStatus:
 )
 def test_what_is_old_says_its_age_and_what_that_means(period: float | None, expected: str) -> None:
     view = ExperimentView(make_running(), AT, make_live_status(period) if period else None)
-    fresh = freshness_of(view, NOW)
+    fresh = compute_freshness(view, NOW)
     assert fresh.describe() == expected
-    assert fresh.json_fields() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
+    assert fresh.to_json() == {"as_of": "2026-11-23T01:32:20+00:00", "age_seconds": 57.9, "is_stale": period == 5}
     assert fresh.format_short() == "01:32:20, 58 s ago"
-    assert freshness_of(view, NOW + timedelta(hours=1)).format_short() == "01:32:20, 1 h ago"
+    assert compute_freshness(view, NOW + timedelta(hours=1)).format_short() == "01:32:20, 1 h ago"
     assert expected.replace(" ago", " before now") == fresh.describe("before now")
 
 
@@ -181,11 +181,11 @@ def test_what_is_old_says_its_age_and_what_that_means(period: float | None, expe
 def test_it_is_stale_once_the_next_two_updates_are_missing(seconds: float, is_stale: bool) -> None:
     time = NOW - timedelta(seconds=seconds)
     status = make_live_status(5).model_copy(update={"at": time.isoformat()})
-    assert freshness_of(ExperimentView(make_running(), status.at, status), NOW).is_stale == is_stale
+    assert compute_freshness(ExperimentView(make_running(), status.at, status), NOW).is_stale == is_stale
 
 
 def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date() -> None:
-    fresh = freshness_of(ExperimentView(empty_experiment(first_generation("e")), AT), NOW + timedelta(days=2))
+    fresh = compute_freshness(ExperimentView(make_empty_experiment(first_generation("e")), AT), NOW + timedelta(days=2))
     assert fresh.describe() == "2026-11-23 01:32:20 UTC, 2 d ago"
     assert fresh.format_short() == "2026-11-23 01:32, 2 d ago"
     assert not fresh.is_stale
@@ -193,13 +193,13 @@ def test_without_a_running_trial_nothing_is_stale_and_what_is_old_has_its_date()
 
 @pytest.mark.parametrize("time", ["", "yesterday", "0001-01-01T00:00:00+14:00"])
 def test_a_journal_that_says_no_time_has_no_age(time: str) -> None:
-    fresh = freshness_of(ExperimentView(make_running(), time), NOW)
+    fresh = compute_freshness(ExperimentView(make_running(), time), NOW)
     assert (fresh.describe(), fresh.format_short()) == ("an unknown time", "")
-    assert fresh.json_fields() == {"as_of": None, "age_seconds": None, "is_stale": False}
+    assert fresh.to_json() == {"as_of": None, "age_seconds": None, "is_stale": False}
 
 
 def test_the_future_of_another_clock_is_now() -> None:
-    assert freshness_of(ExperimentView(make_running(), AT), NOW - timedelta(hours=1)).age == timedelta(0)
+    assert compute_freshness(ExperimentView(make_running(), AT), NOW - timedelta(hours=1)).age == timedelta(0)
     assert format_age(AT, NOW - timedelta(hours=1)) == "0 s ago"
 
 
@@ -222,12 +222,14 @@ USAGE = AttemptUsage(
 
 
 def make_attempt(number: int, usage: AttemptUsage | None = None, **seconds: float) -> AttemptCost:
-    by_category = {category: seconds.get(category.key, 0.0) for category in Category if category is not Category.IDLE}
+    by_category = {
+        category: seconds.get(category.key, 0.0) for category in CostCategory if category is not CostCategory.IDLE
+    }
     return AttemptCost("t", number, STARTED_AT, by_category, usage)
 
 
 def make_cost(*runs: RunCost, **seconds: float) -> ExperimentCost:
-    by_category = {category: seconds.get(category.key, 0.0) for category in Category}
+    by_category = {category: seconds.get(category.key, 0.0) for category in CostCategory}
     attempts = [make_attempt(1, USAGE, training=24300)]
     return ExperimentCost(runs or [RunCost(STARTED_AT, 15000, 2)], attempts, by_category)
 
@@ -247,7 +249,7 @@ def test_the_sentence_says_the_share_of_training_and_the_largest_losses() -> Non
 
 
 def test_nothing_is_said_before_a_slot_was_held() -> None:
-    assert format_cost(ExperimentCost([], [], dict.fromkeys(Category, 0.0))) == ""
+    assert format_cost(ExperimentCost([], [], dict.fromkeys(CostCategory, 0.0))) == ""
 
 
 def test_the_tables_have_what_took_time_and_what_was_used() -> None:
@@ -265,12 +267,12 @@ def test_the_tables_have_what_took_time_and_what_was_used() -> None:
 
 def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not_measured() -> None:
     cost = make_cost(training=3, idle=1)
-    assert cost_fields(cost)["seconds"] == {category.key: cost.seconds[category] for category in Category}
-    assert attempt_fields(make_attempt(2, USAGE))["cpu_seconds"] == 48600
-    assert "cpu_seconds" not in attempt_fields(make_attempt(2))
+    assert cost_to_json(cost)["seconds"] == {category.key: cost.seconds[category] for category in CostCategory}
+    assert attempt_cost_to_json(make_attempt(2, USAGE))["cpu_seconds"] == 48600
+    assert "cpu_seconds" not in attempt_cost_to_json(make_attempt(2))
 
     attempts = [make_attempt(1, USAGE, training=2), make_attempt(2, start=1)]
-    table = attempts_to_arrow(ExperimentCost([], attempts, dict.fromkeys(Category, 0.0)))
+    table = attempts_to_arrow(ExperimentCost([], attempts, dict.fromkeys(CostCategory, 0.0)))
     assert table.schema.field("began_at").type == pa.timestamp("ms", "UTC")
     assert table.column("training_seconds").to_pylist() == [2, 0]
     assert table.column("peak_memory_bytes").to_pylist() == [3 << 30, None]
@@ -278,7 +280,7 @@ def test_the_json_and_the_arrow_table_have_each_number_and_null_for_what_was_not
 
 def test_the_page_on_the_cost_says_what_each_category_means() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
-    assert all(f"| {category} | {category.meaning} |" in page for category in Category)
+    assert all(f"| {category} | {category.meaning} |" in page for category in CostCategory)
 
 
 def test_the_table_of_attempts_names_the_ends_of_ranks_unlike_the_others() -> None:

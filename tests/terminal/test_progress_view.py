@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -53,7 +53,7 @@ class Search:
     """Sends events to a tracker, as a driver does."""
 
     def __init__(self, estimate: SearchEstimate, experiment: Experiment | None = None) -> None:
-        self.experiment = experiment or empty_experiment(first_generation("e"))
+        self.experiment = experiment or make_empty_experiment(first_generation("e"))
         self.tracker = TrackedProgress(self.experiment, estimate, 0.0, NOON)
 
     def apply(self, *events: Event) -> None:
@@ -76,7 +76,7 @@ def make_report(step: int, loss: float) -> StepReport:
 
 @pytest.fixture
 def search() -> Search:
-    return Search(SearchEstimate("e", LOSS, trial_count=4, step_count=10))
+    return Search(SearchEstimate("e", LOSS, trial_count=4, max_steps=10))
 
 
 def test_trials_are_counted_by_state(search: Search) -> None:
@@ -152,7 +152,7 @@ def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(se
 
 
 def test_nothing_takes_longer_than_the_time_budget() -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=100, step_count=10, time_budget=timedelta(seconds=30)))
+    search = Search(SearchEstimate("e", LOSS, trial_count=100, max_steps=10, time_budget=timedelta(seconds=30)))
     assert search.tracker.read_state(10.0).time_left == timedelta(seconds=20)
     search.start_trials("0")
     search.report("0", 1, 0.5)
@@ -162,7 +162,7 @@ def test_nothing_takes_longer_than_the_time_budget() -> None:
 
 @pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
 def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=4, step_count=steps))
+    search = Search(SearchEstimate("e", LOSS, trial_count=4, max_steps=steps))
     search.start_trials("0")
     search.report("0", 1, 0.5)
     assert search.tracker.read_state(10.0).time_left is None
@@ -196,7 +196,7 @@ _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(
 def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search_has_no_end(
     trials: list[dict[str, object]], changes: dict[str, object], steps: float | None
 ) -> None:
-    estimate = replace(SearchEstimate("e", trial_count=2, step_count=10), **changes)
+    estimate = replace(SearchEstimate("e", trial_count=2, max_steps=10), **changes)
     search_trials = [Trial(id=str(number), config={}, **fields) for number, fields in enumerate(trials)]
     assert estimate_remaining_steps(search_trials, estimate) == steps
 

@@ -13,9 +13,9 @@ import pytest
 
 from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.core.errors import CommitUnknown, StoreRefused, StoreUnavailable
-from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.experiment.experiment import make_empty_experiment
 from prefect_tune.core.experiment.failure_policy import FailurePolicy
-from prefect_tune.core.experiment.trial_transitions import Phase, PolicyEvent, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, ReplayEvent, Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     Cause,
@@ -174,12 +174,12 @@ def test_a_trial_with_which_run_after_run_vanishes_is_given_up_in_the_end() -> N
 
 
 LOSS = Objective(metrics=("loss",), modes=("min",))
-ADDED = PolicyEvent(order=1, kind="added")
+ADDED = ReplayEvent(order=1, kind="added")
 PHASES = [Phase.PENDING, Phase.RUNNING, Phase.PAUSED, Phase.FINISHED]
 
 
-def decide(decision: Decision) -> PolicyEvent:
-    return PolicyEvent(order=2, kind="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
+def decide(decision: Decision) -> ReplayEvent:
+    return ReplayEvent(order=2, kind="decided", report=StepReport(step=3, metrics={"loss": 1.0}), decision=decision)
 
 
 def make_policy(trial: Trial) -> SearchPolicy:
@@ -206,9 +206,9 @@ def test_one_to_leave_stands_until_the_trial_has_left(decision: Decision, phase:
 
 @pytest.mark.parametrize(
     "events",
-    [(ADDED,), (ADDED, decide(Continue())), (ADDED, decide(Pause(reason="")), PolicyEvent(order=3, kind="resumed"))],
+    [(ADDED,), (ADDED, decide(Continue())), (ADDED, decide(Pause(reason="")), ReplayEvent(order=3, kind="resumed"))],
 )
-def test_nothing_else_stands(events: tuple[PolicyEvent, ...]) -> None:
+def test_nothing_else_stands(events: tuple[ReplayEvent, ...]) -> None:
     trial = Trial(id="00000", config={}, policy_events=events)
     assert pending_decision(trial) is None
     assert make_policy(trial).next_milestone(trial) == (3 if events == (ADDED,) else 9)
@@ -259,7 +259,7 @@ def test_an_outage_is_logged_once_and_the_request_is_read_after_it(caplog: pytes
     interval = timedelta(milliseconds=5)
     BUCKETS["away"] = bucket = AwayBucket()
     request = StopRequest(write_id="w", at="now", reason="enough", term=0, trial=None)
-    write_stop_request(bucket, empty_experiment(JournalKey(experiment="e", generation=1)), request)
+    write_stop_request(bucket, make_empty_experiment(JournalKey(experiment="e", generation=1)), request)
     stop = threading.Event()
     with (
         caplog.at_level(logging.WARNING, "prefect_tune"),

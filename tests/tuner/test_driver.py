@@ -40,7 +40,12 @@ from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message
-from prefect_tune.journal_access import OwnershipRequest, acquire_and_adopt_with_retries, current_owner, read_experiment
+from prefect_tune.journal_access import (
+    OwnershipRequest,
+    acquire_and_adopt_with_retries,
+    make_process_owner,
+    read_experiment,
+)
 from prefect_tune.stores.posix_store import PosixStore
 from tests.fakes.checkpoints import commit_files, write_files
 from tests.fakes.searches import planned_search
@@ -483,7 +488,7 @@ class LosingExecutor(UnreliableExecutor):
             with spec.target.open(timeout=timedelta(minutes=1)) as store:  # a non-owner takes nothing over
                 quarantine = [CheckpointQuarantined(trial=TRIAL, sequence=1)]
                 append_as_non_owner(store, KEY, lambda _: quarantine, new_write_stamp())
-            acquire_and_adopt_with_retries(spec.target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
+            acquire_and_adopt_with_retries(spec.target, KEY, OwnershipRequest(make_process_owner(), new_write_stamp()))
         self._inbox.clear()
         self._inbox.append(AttemptExited(TRIAL, StoreUnavailable("its process is gone")))
 
@@ -496,7 +501,7 @@ def test_a_search_that_was_taken_over_ends_with_the_first_attempt_it_loses_and_s
 
 
 def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: LocalTarget) -> None:
-    acquire_and_adopt_with_retries(target, KEY, OwnershipRequest(current_owner(), new_write_stamp()))
+    acquire_and_adopt_with_retries(target, KEY, OwnershipRequest(make_process_owner(), new_write_stamp()))
     executor = LosingExecutor(is_taken_over=False)
     state = PlannedSearch(target, executor=executor).run(num_samples=1)
     assert state.trial(TRIAL).phase is Phase.FINISHED

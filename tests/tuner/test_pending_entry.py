@@ -37,7 +37,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     TrialFinished,
 )
-from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.operations.scrub import quarantine_in_journal
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
@@ -325,7 +325,7 @@ def save_checkpoint(attempt: RemoteAttempt, step: int, *retired: int) -> Checkpo
 
 
 def quarantine_as_non_owner(target: LocalTarget, key: CheckpointKey) -> None:
-    with_store(target, lambda store: quarantine(store, KEY, {key: "damaged"}, new_write_stamp()))
+    with_store(target, lambda store: quarantine_in_journal(store, KEY, {key: "damaged"}, new_write_stamp()))
 
 
 def require_live_checkpoints(target: LocalTarget, state: Experiment) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
-from prefect_tune.core.experiment.experiment import apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptStarted,
     Cause,
@@ -39,7 +39,7 @@ from tests.fakes.trial_processes import LogRecorder, make_log
 
 ME = Owner(name="me", host="here", pid=1)
 OPENED = apply_events(
-    empty_experiment(first_generation("e")), [OwnerChanged(experiment="e", generation=1, term=1, owner=ME)]
+    make_empty_experiment(first_generation("e")), [OwnerChanged(experiment="e", generation=1, term=1, owner=ME)]
 )
 ADDED = apply_events(OPENED, [TrialAdded(trial="t", config={})])
 STARTED = AttemptStarted(trial="t", attempt=1, from_step=0)
@@ -137,7 +137,7 @@ def test_its_commands_can_be_typed_as_they_are(block_name: str | None, argument:
 
 def _failure_text(reason: Reason, settings: Mapping[str, object], target: StorageTarget) -> str:
     """Return the error of a search whose only trial has failed."""
-    state = empty_experiment(first_generation("e"))
+    state = make_empty_experiment(first_generation("e"))
     events: list[Event] = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
     for number, event in enumerate(
         [

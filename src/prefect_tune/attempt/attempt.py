@@ -272,13 +272,13 @@ class ReportReader:
 
     def read_reports(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
-        reports = self._curves.curve_of(trial.id)
+        reports = self._curves.get_curve(trial.id)
         if not reports or reports[-1].step < trial.step:
             with self._target.open(timeout=timedelta(minutes=5)) as store:
                 for entry in read_entries(store, self._journal, self._last_entry_number):
                     self._curves.add_entry(entry)
                     self._last_entry_number = entry.number
-        return [report for report in self._curves.curve_of(trial.id) if report.step <= trial.step]
+        return [report for report in self._curves.get_curve(trial.id) if report.step <= trial.step]
 
 
 def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:

@@ -48,7 +48,7 @@ from prefect_tune.core.errors import (
     Superseded,
     TuneError,
 )
-from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
+from prefect_tune.core.experiment.retention import Retention, find_checkpoints_to_retire
 from prefect_tune.core.experiment.trial_transitions import (
     Phase,
     Trial,
@@ -68,11 +68,11 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.messages.process_messages import StepDone
 from prefect_tune.core.operations.trial_gc import find_leftover_manifests
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.restore import find_checkpoints_using, make_checkpoint_ref
+from prefect_tune.core.restore import find_damaged_checkpoints, make_checkpoint_ref
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey, join_uri
 from prefect_tune.core.values import StepReport, WriteStamp, flatten
 from prefect_tune.storage_retries import READ_TIMEOUT, with_store
-from prefect_tune.stores.local.staging import raising_read_errors
+from prefect_tune.stores.local.staging import converting_read_errors
 from prefect_tune.stores.posix_store import remove_tree
 from prefect_tune.terminal.formatting import format_value
 
@@ -108,7 +108,7 @@ def make_commit_events(
     logs a warning: the new checkpoint is complete. `retention` determines what is retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
-    retired = checkpoints_to_retire(trial, new, retention)
+    retired = find_checkpoints_to_retire(trial, new, retention)
     sequences, seconds = tuple(ref.sequence for ref in retired), round(upload_seconds, 3)
     committed = CheckpointCommitted(
         trial=trial.id, checkpoint=new, retired_sequences=sequences, sent_bytes=save.sent_bytes, upload_seconds=seconds
@@ -118,7 +118,7 @@ def make_commit_events(
     reasons: Mapping[CheckpointKey, str] = {}
     try:
         if save.damaged_blobs:
-            reasons = with_store(target, lambda store: find_checkpoints_using(store, live, save.damaged_blobs))
+            reasons = with_store(target, lambda store: find_damaged_checkpoints(store, live, save.damaged_blobs))
     except TuneError as error:
         log.warning("earlier checkpoints may share the damage, but could not be checked: %s", error)
     name, damaged = trial.id, reasons.items()
@@ -219,7 +219,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
         raise StagedFilesChanged(f"the part of a rank cannot be read: {error}") from error
 
     owners: dict[str, int] = {}
-    with raising_read_errors(directory):
+    with converting_read_errors(directory):
         for rank, part in parts.items():
             if directory.exists() and part.exists() and part.samefile(directory):
                 continue

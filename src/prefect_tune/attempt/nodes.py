@@ -72,7 +72,7 @@ from prefect_tune.core.resources import process_count_on
 from prefect_tune.core.restore import read_manifest_or_none
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
-from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
 from prefect_tune.core.values import digest_of
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.runtime.message_stream import MAX_TRIAL_MESSAGE_BYTES, MalformedMessage, MessageReader
@@ -222,7 +222,7 @@ class OtherNodes:
         threading.Thread(target=copy_context().run, args=(self._accept_nodes,), name="accept", daemon=True).start()
         document = seal(self._address)
         try:
-            with_store(self._spec.target, lambda store: create_or_recognize(store, self._key.address_path, document))
+            with_store(self._spec.target, lambda store: create_idempotently(store, self._key.address_path, document))
         except BaseException:
             self._stop_listening()
             raise

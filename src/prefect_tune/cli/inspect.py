@@ -36,11 +36,11 @@ from prefect_tune.core.experiment.cost import AttemptCost, compute_cost, format_
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     count_by_status,
-    experiment_kind,
     find_best_trial,
     format_best_trial_name,
-    is_search,
+    get_experiment_kind,
     list_exploits,
+    may_have_several_trials,
     objective_from_settings,
     settings_for_display,
     sort_trials,
@@ -53,26 +53,26 @@ from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.generations import find_current_journal, find_experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import get_metric, parse_time
-from prefect_tune.reporting.facts import make_report_input, report_fields, select_curve_trials, trial_fields
+from prefect_tune.reporting.facts import make_report_input, report_to_json, select_curve_trials, trial_to_json
 from prefect_tune.reporting.page import make_page, render_html, render_markdown
 from prefect_tune.terminal.formatting import (
     UNKNOWN_FRESHNESS,
     Freshness,
     append_last_output,
-    attempt_fields,
-    cost_fields,
+    attempt_cost_to_json,
+    compute_freshness,
+    cost_to_json,
     format_age,
     format_counts,
     format_steps,
     format_trial_names,
     format_value,
-    freshness_of,
     group_trials_by_error,
     make_attempts_table,
     make_borderless_table,
     make_cost_table,
     make_facts_table,
-    print_parts,
+    print_to_stdout,
     to_plain_cells,
 )
 from prefect_tune.terminal.progress_view import make_trials_table
@@ -84,7 +84,7 @@ def ls(target: Target, as_json: AsJson = False) -> None:
     with open_existing_store(target) as store:
         rows = list(_read_experiment_rows(store, find_experiment_names(listed.path for listed in store.list(""))))
     if as_json:
-        print(json.dumps([{**asdict(row), **fresh.json_fields()} for row, fresh in rows], indent=2))
+        print(json.dumps([{**asdict(row), **fresh.to_json()} for row, fresh in rows], indent=2))
     elif rows:
         table = make_borderless_table("experiment", "kind", "trials", "best", "as of (UTC)")
         for row, fresh in rows:
@@ -93,9 +93,9 @@ def ls(target: Target, as_json: AsJson = False) -> None:
                 best = f"{format_value(row.best)} ({format_best_trial_name(str(row.best_trial), str(row.best_status))})"
             cells = (row.experiment, row.kind, row.damage or format_counts(row.trials), best, fresh.format_short())
             table.add_row(*to_plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
-        print_parts(table)
+        print_to_stdout(table)
         if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
-            print_parts("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
+            print_to_stdout("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
     else:
         print(f"{target}: no experiments")
 
@@ -133,14 +133,14 @@ def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[
         metrics = objective.metrics if objective else ()
         row = _ExperimentRow(
             state.name,
-            experiment_kind(state),
+            get_experiment_kind(state),
             trials=count_by_status(state),
             best={name: get_metric(best.metrics, name) for name in metrics} if best else None,
             best_trial=best.id if best else None,
             best_status=str(best.status) if best else None,
             written_at=last_write,
         )
-        yield row, freshness_of(view, datetime.now(UTC))
+        yield row, compute_freshness(view, datetime.now(UTC))
 
 
 _MAX_TRIALS = 50
@@ -159,7 +159,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             except JournalCorrupt as error:
                 print(f"warning: {make_visible(str(error))}; {DAMAGED_JOURNAL_ADVICE}", file=sys.stderr)
         view = load_view(store, state)
-        if is_search(state) and trial is None:
+        if may_have_several_trials(state) and trial is None:
             show_search(view, as_json=as_json, resume_with=shlex.join(["prefect-tune", "resume", target, experiment]))
             return
         selected = next(iter(select_trials(state, trial)), None)
@@ -171,19 +171,19 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
             output = _read_attempt_outputs(store, state, selected).get(selected.attempt)
             extra["last_output"] = output.last_output if output is not None else ""
     state, now = view.experiment, datetime.now(UTC)
-    fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
+    fresh, cost = compute_freshness(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
     selected = next(iter(select_trials(state, trial)), None)
-    attempts = cost.attempts_by_trial().get(selected.id, ()) if selected is not None else ()
+    attempts = cost.group_attempts_by_trial().get(selected.id, ()) if selected is not None else ()
     facts = _collect_trial_facts(view, selected, attempts) if selected is not None else {}
     facts |= {name: value for name, value in extra.items() if value}
     if as_json:
         header = {"experiment": state.name, "term": state.term, "owner": str(state.owner or "")}
-        print(json.dumps({**header, **fresh.json_fields(), **facts}, indent=2))
+        print(json.dumps({**header, **fresh.to_json(), **facts}, indent=2))
         return
     head = {"experiment": state.name, "owner": _format_owner(state), "as of": fresh.describe()}
-    print_parts(make_facts_table({**head, **_format_trial_facts(facts, selected, now)}))
+    print_to_stdout(make_facts_table({**head, **_format_trial_facts(facts, selected, now)}))
     if attempts:
-        print_parts("", make_attempts_table(attempts))
+        print_to_stdout("", make_attempts_table(attempts))
     reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
     if "\n" in reason:
         print(f"\n{reason}")  # not wrapped: users copy lines of code from it
@@ -220,11 +220,11 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     If the search's process has probably ended, also print `resume_with`: the command that resumes the search.
     """
     state, now = view.experiment, datetime.now(UTC)
-    fresh, cost = freshness_of(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
+    fresh, cost = compute_freshness(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
     objective = objective_from_settings(state.settings)
     trials = sort_trials(list(state.trials.values()), objective)
     if as_json:
-        attempts = cost.attempts_by_trial()
+        attempts = cost.group_attempts_by_trial()
         shown = {
             "experiment": state.name,
             "metric": list(objective.metrics) if objective else None,
@@ -232,9 +232,9 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
             "trials_by_status": count_by_status(state),
             "term": state.term,
             "owner": str(state.owner or ""),
-            **fresh.json_fields(),
+            **fresh.to_json(),
             "settings": settings_for_display(state.settings),
-            "cost": cost_fields(cost),
+            "cost": cost_to_json(cost),
             "trials": [_collect_trial_facts(view, trial, attempts.get(trial.id, ())) for trial in trials],
         }
         print(json.dumps(shown, indent=2))
@@ -254,23 +254,23 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
         extra["last report"] = [format_last_report_age(attempt, now) if attempt else "" for attempt in running]
     styles = {Status.RUNNING: "dim"} if fresh.is_stale else {}
     table, hidden = make_trials_table(shown_trials, objective.metrics if objective else (), extra, styles=styles)
-    print_parts(make_facts_table(head), "", table)
+    print_to_stdout(make_facts_table(head), "", table)
     if hidden:
-        print_parts(hidden)
+        print_to_stdout(hidden)
     if len(trials) > _MAX_TRIALS:
-        print_parts(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
+        print_to_stdout(f"and {len(trials) - _MAX_TRIALS} more; --json prints all")
     if sentence := format_cost(cost):
-        print_parts("", make_facts_table({"cost": sentence}), "", make_cost_table(cost))
+        print_to_stdout("", make_facts_table({"cost": sentence}), "", make_cost_table(cost))
     errored = sorted((trial for trial in trials if trial.status is Status.ERRORED), key=lambda trial: trial.id)
     if causes := group_trials_by_error(errored):
         table = make_borderless_table("errored", "reason")
         for cause, alike in causes[:_MAX_ERRORS]:
             table.add_row(*to_plain_cells((format_trial_names(alike), cause)))
-        print_parts("", table)
+        print_to_stdout("", table)
         if len(causes) > _MAX_ERRORS:
-            print_parts(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
+            print_to_stdout(f"and {len(causes) - _MAX_ERRORS} more errors; --json prints all")
         if _has_traceback(first := causes[0][1][0]):
-            print_parts(f"--trial {first.id} prints its traceback")
+            print_to_stdout(f"--trial {first.id} prints its traceback")
 
 
 def _format_trial_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
@@ -336,7 +336,7 @@ def _format_owner(state: Experiment) -> str:
 
 
 def _collect_trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
-    attempt, fields = view.running_attempt(trial.id), trial_fields(trial)
+    attempt, fields = view.running_attempt(trial.id), trial_to_json(trial)
     config = fields.pop("config")
     return {
         **fields,
@@ -346,7 +346,7 @@ def _collect_trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[
         "attempt_began_at": attempt.began_at if attempt else None,
         "reported_at": attempt.reported_at if attempt else None,
         "config": config,
-        "cost": [attempt_fields(cost) for cost in attempts],
+        "cost": [attempt_cost_to_json(cost) for cost in attempts],
     }
 
 
@@ -369,11 +369,11 @@ def report(
     ending = output.suffix.lower() if output is not None else ""
     if output is not None and (as_json or ending not in {".html", ".md"}):
         raise InvalidInput(f"--output {output}: expected a file ending in .html or .md; --json prints to stdout")
-    from prefect_tune.monitoring.live_report import run_url
+    from prefect_tune.monitoring.live_report import make_run_url
 
     with open_store_and_load_experiment(target, experiment) as (store, loaded):
         view, entries = load_view(store, loaded), read_entries(store, loaded.key)
-    state, fresh = view.experiment, freshness_of(view, datetime.now(UTC))
+    state, fresh = view.experiment, compute_freshness(view, datetime.now(UTC))
     now = fresh.as_of or datetime.now(UTC)
     search = SearchView(state)
     for entry in entries:
@@ -385,9 +385,9 @@ def report(
     age = fresh.describe("before this page was made") if fresh.is_running else ""
     uri = resolve_existing_target(target).uri
     snapshot = search.take_snapshot(select_curve_trials(state))
-    facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, age=age)
+    facts = make_report_input(snapshot, uri=uri, now=now, run_url=make_run_url, age=age)
     if as_json:
-        text = json.dumps({**report_fields(facts), **fresh.json_fields()}, indent=2, default=str) + "\n"
+        text = json.dumps({**report_to_json(facts), **fresh.to_json()}, indent=2, default=str) + "\n"
     elif ending == ".html":
         text = render_html(make_page(facts))
     else:  # no pictures on stdout: a picture is a line of thousands of characters
@@ -425,7 +425,7 @@ def audit(
     The audit writes nothing, and imports only the code that you name in its options.
     Exits with 1 after a difference or a damaged journal, and with 2 if the audit could not run.
     """
-    from prefect_tune.runtime.load_named import load_by_name
+    from prefect_tune.runtime.load_named import load_object
     from prefect_tune.tuner.audit import audit as run_audit
 
     named = {"space": space, "search": search, "scheduler": scheduler, "stop": stop}
@@ -433,7 +433,7 @@ def audit(
         if name is not None and ":" not in name:
             raise InvalidInput(f"--{option} {name!r}: expected MODULE:NAME, such as my_project.search:{option.upper()}")
     add_working_directory_to_path()
-    components = {option: load_by_name(name, f"--{option}") for option, name in named.items() if name is not None}
+    components = {option: load_object(name, f"--{option}") for option, name in named.items() if name is not None}
     try:
         resolve_existing_target(target)
         report = run_audit(experiment, target=target, **components)
@@ -451,6 +451,6 @@ def audit(
         for name, events in (("derived", report.derived), ("observed", report.observed)):
             of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))
             table.add_row(*to_plain_cells((name, f"{sum(events.values()):,}", of_them)))
-        print_parts("", table)
+        print_to_stdout("", table)
     if report.difference is not None:
         raise typer.Exit(1)

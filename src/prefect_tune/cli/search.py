@@ -43,7 +43,7 @@ from prefect_tune.deploy.deployment_specs import (
     make_experiment_spec,
     make_general_specs,
 )
-from prefect_tune.parameters.search_plan import Flag, Panel, SearchPlan, flags_by_option
+from prefect_tune.parameters.search_plan import Flag, Panel, SearchPlan, collect_flags
 
 if TYPE_CHECKING:
     from prefect_tune.deploy.automations import InstalledAutomation
@@ -242,7 +242,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "ignore_errors": lambda _: False,
 }
 """The parsers of flag values, by flag; a flag of numbers, words or lists of text needs no parser."""
-_FLAGS = [_OptionFlag(option, flag) for option, flags in flags_by_option(SearchPlan).items() for flag in flags]
+_FLAGS = [_OptionFlag(option, flag) for option, flags in collect_flags(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
 """The options of `run` and their help panels, the common options first."""
@@ -468,8 +468,8 @@ def deploy(
     prefect-tune deploy tune --name nightly --params "$(cat nightly.json)"
       --work-pool training --cron "0 2 * * *" --timezone Europe/Berlin
     """
-    from prefect_tune.deploy.automations import apply_automations, require_notification_block
-    from prefect_tune.deploy.deployments import Pool, deploy
+    from prefect_tune.deploy.automations import install_specs, require_notification_block
+    from prefect_tune.deploy.deployments import WorkPool, deploy
 
     if not work_pool:
         raise InvalidInput("--work-pool: expected a work pool for the runs; list them: `prefect work-pool ls`")
@@ -495,9 +495,9 @@ def deploy(
         specs = [make_experiment_spec(deployable_flows[0], name, parameters, schedules or None, collision, prefix)]
     if notify is not None:
         require_notification_block(notify)
-    deployments = deploy(specs, Pool(name=work_pool, queue=work_queue, job_variables=variables))
+    deployments = deploy(specs, WorkPool(name=work_pool, queue=work_queue, job_variables=variables))
     try:
-        installed = apply_automations(notify=notify, without_action="leave out") if automations else []
+        installed = install_specs(notify=notify, without_action="leave out") if automations else []
     except TuneError as error:
         _print_deployments(deployments, (), work_pool, as_json=as_json)
         raise TuneError(f"{error}; the deployments were applied; --no-automations skips the automations") from error

@@ -29,18 +29,18 @@ from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.display_text import format_size, make_visible, pluralize
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, DamageFound, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.summary import find_best_trial, is_search
+from prefect_tune.core.experiment.summary import find_best_trial, may_have_several_trials
 from prefect_tune.core.experiment.trial_transitions import (
     Status,
     Trial,
     is_quarantined_checkpoint,
-    live_checkpoint_keys,
+    list_live_checkpoint_keys,
 )
 from prefect_tune.core.operations.scrub import (
     InspectedCheckpoint,
     inspect_checkpoint,
     inspect_live_checkpoint,
-    reinstate,
+    reinstate_in_journal,
 )
 from prefect_tune.core.operations.trial_gc import ExperimentGarbage, collect_experiment_garbage
 from prefect_tune.core.restore import is_checkpoint_live, load_current_trial, read_manifest
@@ -51,7 +51,7 @@ from prefect_tune.terminal.formatting import (
     format_time,
     format_value,
     make_borderless_table,
-    print_parts,
+    print_to_stdout,
     to_plain_cells,
 )
 
@@ -67,14 +67,14 @@ def checkpoints(target: Target, experiment: ExperimentName, trial: TrialName = N
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    names = ["trial"] if is_search(state) else []
+    names = ["trial"] if may_have_several_trials(state) else []
     table = make_borderless_table(*names, "step", "when", "size", "metrics", "status")
     for row in rows:
         size = "" if row.size_bytes is None else format_size(row.size_bytes)
         cells = (str(row.step), format_time(row.created_at or ""), size, format_value(row.metrics), row.status)
         trial_cells = (row.trial,) if names else ()
         table.add_row(*to_plain_cells((*trial_cells, *cells)), style="" if row.status == "live" else "red")
-    print_parts(table)
+    print_to_stdout(table)
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,12 @@ def verify(
         if release is not None:
             checks = _verify_and_release(store, state, trials, release)
         else:
-            live = ((item.id, key) for item in trials for key in live_checkpoint_keys(state.trial_key(item.id), item))
+            live = (
+                (item.id, key) for item in trials for key in list_live_checkpoint_keys(state.trial_key(item.id), item)
+            )
             checks = ((name, check) for name, key in live for check in inspect_live_checkpoint(store, key))
         for name, of_trial in groupby(checks, key=lambda check: check[0]):
-            prefix, trial_checks = f"{name} " if is_search(state) else "", list[InspectedCheckpoint]()
+            prefix, trial_checks = f"{name} " if may_have_several_trials(state) else "", list[InspectedCheckpoint]()
             with Console(stderr=True).status(f"{name}: reading") as status:
                 for _, check in of_trial:
                     trial_checks.append(check)
@@ -186,7 +188,7 @@ def _verify_and_release(
     trial_name, key = next(iter(keys.items()))
     check = inspect_checkpoint(store, key)
     if check.damage is None:
-        is_kept = bool(reinstate(store, state.key, [key], new_write_stamp()))
+        is_kept = bool(reinstate_in_journal(store, state.key, [key], new_write_stamp()))
     else:
         current = load_current_trial(store, state.trial_key(trial_name))
         is_kept = is_quarantined_checkpoint(current, key)
@@ -231,12 +233,12 @@ def export(
             raise InvalidInput(
                 f"experiment {state.name!r}: none of its {len(trials)} trials is the best; choose one with --trial"
             )
-        live = live_checkpoint_keys(state.trial_key(chosen.id), chosen)
+        live = list_live_checkpoint_keys(state.trial_key(chosen.id), chosen)
         key = next((key for key in reversed(live) if step in (None, key.step)), None)
         if key is None:
             steps = ", ".join(str(key.step) for key in live) or "none"
             of_step = "" if step is None else f" of step {step}"
-            where = f"experiment {state.name!r}" + (f", trial {chosen.id!r}" if is_search(state) else "")
+            where = f"experiment {state.name!r}" + (f", trial {chosen.id!r}" if may_have_several_trials(state) else "")
             errored = ", which has errored" if chosen.status is Status.ERRORED else ""
             raise CheckpointNotFound(f"{where}{errored}: there is no checkpoint{of_step}; available steps: {steps}")
     names = export_checkpoint(resolve_existing(target), state, chosen, key, directory, plain=plain)
@@ -246,7 +248,11 @@ def export(
     if as_json:
         print(json.dumps({"trial": key.trial.trial, "step": key.step, "directory": str(directory)}, indent=2))
         return
-    label = f"{chosen.id}{' (errored)' if chosen.status is Status.ERRORED else ''} " if is_search(state) else ""
+    label = (
+        f"{chosen.id}{' (errored)' if chosen.status is Status.ERRORED else ''} "
+        if may_have_several_trials(state)
+        else ""
+    )
     print(f"{label}step {key.step} is in {directory}")
 
 
@@ -285,20 +291,20 @@ def _print_garbage(garbage: ExperimentGarbage, *, deleted: bool) -> None:
     """Print the garbage of each trial, and the total."""
     table = make_borderless_table("trial", "checkpoints", "objects", "size", "")
     for row in garbage.trials:
-        note = row.damage or row.kept or ""
+        note = row.damage or row.kept_reason or ""
         if note or row.object_count:
             counts = (format_steps(row.checkpoints), str(row.object_count), format_size(row.orphan_bytes))
             table.add_row(*to_plain_cells((row.trial, *counts, note)), style="red" if row.damage else "")
     if table.rows:
-        print_parts(table, "")
+        print_to_stdout(table, "")
     if garbage.earlier_objects:
         leftovers = pluralize(len(garbage.earlier_objects), "object", "objects")
-        print_parts(f"{leftovers} of deleted experiments of this name", "")
+        print_to_stdout(f"{leftovers} of deleted experiments of this name", "")
     total = f"{pluralize(garbage.object_count, 'object', 'objects')}, {format_size(garbage.size_bytes)}"
     if not garbage.object_count:
-        print_parts(f"nothing to collect in {pluralize(len(garbage.trials), 'trial', 'trials')}")
+        print_to_stdout(f"nothing to collect in {pluralize(len(garbage.trials), 'trial', 'trials')}")
     else:
-        print_parts(f"deleted: {total}" if deleted else f"{total}; to delete them: --delete")
+        print_to_stdout(f"deleted: {total}" if deleted else f"{total}; to delete them: --delete")
 
 
 _EXIT_DAMAGED = 4

@@ -23,8 +23,8 @@ from prefect_tune.core.experiment.trial_transitions import (
     Status,
     Trial,
     can_commit_save,
-    is_cloned_checkpoint,
     is_deletable_checkpoint,
+    is_kept_by_clones,
     is_live_checkpoint,
 )
 from prefect_tune.core.journal.journal import load_experiment
@@ -78,7 +78,7 @@ def raise_damage_or_outdated(
     """
     current = load_current_trial(store, trial)
     for key, damage in bad.items():
-        if is_live_checkpoint(current, key) or is_cloned_checkpoint(current, key):
+        if is_live_checkpoint(current, key) or is_kept_by_clones(current, key):
             raise damage
     raise OutdatedStateError(current)
 
@@ -128,7 +128,7 @@ def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Mani
         return None
 
 
-def find_checkpoints_using(
+def find_damaged_checkpoints(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
     """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.

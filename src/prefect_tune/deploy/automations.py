@@ -230,11 +230,11 @@ def install_automations(
         TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
     """
     window = _make_heartbeat_window(heartbeat_window_seconds)
-    installed = apply_automations(_select_specs(names, window), notify=notify, run=run, parameters=parameters)
+    installed = install_specs(_select_specs(names, window), notify=notify, run=run, parameters=parameters)
     return [automation.name for automation in installed]
 
 
-def apply_automations(
+def install_specs(
     specs: Sequence[AutomationSpec] | None = None,
     *,
     notify: str | None = None,

@@ -178,7 +178,7 @@ _COLLISION_STRATEGIES = {"cancel-new": ConcurrencyLimitStrategy.CANCEL_NEW, "enq
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool:
+class WorkPool:
     """The work pool, of any type, that runs the deployments."""
 
     name: str
@@ -208,7 +208,7 @@ class _ValidatedDeployment:
     schedules: Sequence[_PrefectSchedule] | None
 
 
-def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentResult]:
+def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[DeploymentResult]:
     """Create or update these deployments; validate all of them before writing any.
 
     Runs use the package that is installed where they execute: Prefect pulls no code. If the schedules equal the
@@ -224,7 +224,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: Pool) -> Sequence[DeploymentRe
         return [_create_or_update_deployment(client, deployment) for deployment in validated]
 
 
-def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
+def _require_pool(client: SyncPrefectClient, pool: WorkPool) -> None:
     """Require that the work pool exists and its template defines all job variables: Prefect ignores unknown ones."""
     try:
         existing = client.read_work_pool(pool.name)
@@ -241,7 +241,7 @@ def _require_pool(client: SyncPrefectClient, pool: Pool) -> None:
             raise InvalidInput(f"work pool {pool.name!r} ({existing.type!r}) has no job variable {name!r}: {hint}")
 
 
-def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: Pool) -> _ValidatedDeployment:
+def _validate_deployment(client: SyncPrefectClient, spec: DeploymentSpec, pool: WorkPool) -> _ValidatedDeployment:
     module, _, name = spec.flow.entrypoint.rpartition(".")
     flow: Flow[Any, Any] = getattr(import_module(module), name)
     schedules = None if spec.schedules is None else [_make_schedule(schedule) for schedule in spec.schedules]

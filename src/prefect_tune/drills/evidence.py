@@ -49,7 +49,7 @@ ValueHistory = Mapping[int, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ProbeRecord:
     """The state of the training after a step, or after loading the checkpoint of that step."""
 
     step: int
@@ -109,11 +109,11 @@ class DrillRun:
     manifests: Mapping[int, Manifest]
     """The manifest of the newest checkpoint of each step that has one."""
     saves: Sequence[MeasuredSave]
-    records: Sequence[Record]
+    records: Sequence[ProbeRecord]
     kills: Sequence[Kill]
 
     @property
-    def restart_records(self) -> Sequence[Record]:
+    def restart_records(self) -> Sequence[ProbeRecord]:
         """The first record of each attempt after the first attempt."""
         attempts = [1, *(record.attempt for record in self.records)]
         return [record for record, before in zip(self.records, attempts, strict=False) if record.attempt != before]
@@ -143,7 +143,7 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
     return DrillRun(metrics, manifests, saves, records, list(find_kills(plan, records)))
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[ProbeRecord]:
     """Yield the records; skip an incomplete line, which may be the last line of a killed process."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -155,10 +155,10 @@ def read_records(path: Path) -> Iterator[Record]:
         except ValueError:
             continue
         fields["is_restored"] = fields.pop("restored")
-        yield Record(**fields)
+        yield ProbeRecord(**fields)
 
 
-def find_kills(plan: RunPlan, records: Sequence[Record]) -> Iterator[Kill]:
+def find_kills(plan: RunPlan, records: Sequence[ProbeRecord]) -> Iterator[Kill]:
     """Yield the kills of a run, each with the resume after it."""
     trained = [record for record in records if not record.is_restored]
     for victim, killed_at in plan.read_kills():
@@ -230,7 +230,7 @@ def select_first_differences(differences: Sequence[Difference]) -> Sequence[Diff
     return list(first.values())
 
 
-def find_changes(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
+def find_changing_values(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
     """Return the locations whose values change between consecutive checkpoints of a run, with their scalars by step.
 
     A value that only one of the two checkpoints has, such as the last entry of a log, does not count as changed.
@@ -289,7 +289,9 @@ def find_result_locations(
     in_files = {diff.location: diff for diff in unstable if diff.detail.file != METRICS}
     candidates = changes.keys() if len(undisturbed.manifests) > 1 else in_files.keys()
     has_result_metrics = bool(find_result_metrics(undisturbed, unstable))
-    metrics_are_the_same = has_result_metrics and not (generators or find_unexplained_metrics(undisturbed, unstable))
+    metrics_are_the_same = has_result_metrics and not (
+        generators or find_unexplained_differences(undisturbed, unstable)
+    )
     return {
         location
         for location in candidates
@@ -358,7 +360,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
     }
 
 
-def find_unexplained_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
+def find_unexplained_differences(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
     """Return the differences without a kill in metrics that training changes and that are not measured times."""
     histories = collect_metric_histories(run)
     return [

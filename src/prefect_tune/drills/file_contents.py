@@ -36,15 +36,15 @@ from typing import Any, Self
 from prefect_tune.drills.values import (
     Array,
     FileDifference,
+    KeyValuePairs,
     Line,
-    Node,
-    NodeConvertible,
-    Pairs,
+    TreeNode,
+    TreeNodeConvertible,
     compare_values,
     index_by_token,
     make_key_token,
     to_byte_rows,
-    to_node,
+    to_tree_node,
 )
 
 _NON_SPACE = re.compile(r"[^ \t\n\r]")
@@ -125,7 +125,7 @@ def _read_values(file: _FileContent) -> Any:
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
-        return Node("text", {f"line {number:,}": Line(line) for number, line in enumerate(text.split("\n"), 1)})
+        return TreeNode("text", {f"line {number:,}": Line(line) for number, line in enumerate(text.split("\n"), 1)})
     return text
 
 
@@ -142,13 +142,13 @@ def _combine_values(values: Sequence[object]) -> object:
     if not values:
         raise ValueError("no value")
     several = {f"#{index}": value for index, value in enumerate(values)}
-    return values[0] if len(values) == 1 else Node("values one after another", several)
+    return values[0] if len(values) == 1 else TreeNode("values one after another", several)
 
 
 def _read_json(file: _FileContent) -> object:
     """Return the value of a JSON document, or of consecutive documents: JSON Lines."""
     text = str(file.data, "utf-8")
-    decoder, documents, position = json.JSONDecoder(object_pairs_hook=Pairs), list[object](), 0
+    decoder, documents, position = json.JSONDecoder(object_pairs_hook=KeyValuePairs), list[object](), 0
     while begin := _NON_SPACE.search(text, position):
         document, position = decoder.raw_decode(text, begin.start())
         documents.append(document)
@@ -172,11 +172,11 @@ def _read_npy(file: _FileContent) -> object:
     return _combine_values(arrays)
 
 
-def _read_safetensors(file: _FileContent) -> Node:
+def _read_safetensors(file: _FileContent) -> TreeNode:
     """Return the bytes and types of the tensors, and the metadata sorted: its writer keeps no order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
-    header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=Pairs))
+    header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=KeyValuePairs))
     parts: dict[str, Any] = {"[metadata]": dict(sorted(header.pop("__metadata__", ())))}
     data, position = file.data[8 + length :], 0
     for name, description in sorted(header.items(), key=lambda pair: dict(pair[1])["data_offsets"]):
@@ -196,7 +196,7 @@ def _read_safetensors(file: _FileContent) -> Node:
             )
     if position != len(data):
         raise ValueError("bytes outside of tensors")
-    return Node("safetensors", parts)
+    return TreeNode("safetensors", parts)
 
 
 _DTYPES = {
@@ -206,14 +206,14 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _read_parquet(file: _FileContent) -> Node:
+def _read_parquet(file: _FileContent) -> TreeNode:
     with import_module("pyarrow.parquet").ParquetFile(file.open()) as table_file:
         table = table_file.read()
     parts: list[tuple[str, Any]] = []
     for name, column in zip(table.column_names, table.columns, strict=True):
         is_numeric = not column.null_count and column.to_numpy().dtype.kind in "biuf"
         parts.append((name, column.to_numpy() if is_numeric else column.to_pylist()))
-    return Node("table", index_by_token(parts) | {"[schema]": table.schema.to_string(truncate_metadata=False)})
+    return TreeNode("table", index_by_token(parts) | {"[schema]": table.schema.to_string(truncate_metadata=False)})
 
 
 def _read_torch(file: _FileContent) -> object:
@@ -248,7 +248,7 @@ def _read_zip(file: _FileContent) -> Any:
             used = {name for name in names if name.removeprefix(top) in _TORCH_FILES or name.startswith(f"{top}data/")}
     elif _SKOPS_SCHEMA in names:
         used = {_SKOPS_SCHEMA}
-        schema = json.loads(bytes(dict(members)[_SKOPS_SCHEMA]), object_pairs_hook=Pairs)
+        schema = json.loads(bytes(dict(members)[_SKOPS_SCHEMA]), object_pairs_hook=KeyValuePairs)
         content = _strip_ids(schema, dict(members), used)
     is_npz = all(name.endswith(".npy") for name in names)
     values = [
@@ -258,11 +258,13 @@ def _read_zip(file: _FileContent) -> Any:
     ]
     others = index_by_token(values) | ({"[comments]": comments} if any(comments) else {})
     if content is None:
-        return Node("archive", others, is_ordered=True)
+        return TreeNode("archive", others, is_ordered=True)
     if not others:
         return content
-    node = to_node(content) or Node("value", {"[value]": content})
-    return Node(node.kind, {**node.parts, "[archive]": Node("archive", others, is_ordered=True)}, node.is_ordered)
+    node = to_tree_node(content) or TreeNode("value", {"[value]": content})
+    return TreeNode(
+        node.kind, {**node.parts, "[archive]": TreeNode("archive", others, is_ordered=True)}, node.is_ordered
+    )
 
 
 def _require_no_gaps(archive: zipfile.ZipFile, data: memoryview) -> None:
@@ -299,11 +301,11 @@ def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> 
 
     skops also names its files by the ids of objects, and writes sets in the order of hashes.
     """
-    if isinstance(node, list) and not isinstance(node, Pairs):
+    if isinstance(node, list) and not isinstance(node, KeyValuePairs):
         return [_strip_ids(inner, members, used) for inner in node]
-    if not isinstance(node, Pairs):
+    if not isinstance(node, KeyValuePairs):
         return node
-    stripped, is_set = Pairs(), ("__loader__", "SetNode") in node
+    stripped, is_set = KeyValuePairs(), ("__loader__", "SetNode") in node
     for key, value in node:
         if key == "file" and isinstance(value, str) and value in members:
             used.add(value)
@@ -327,7 +329,7 @@ _READERS: Mapping[bytes, Callable[[_FileContent], Any]] = {
 # --------------------------------------------------------------------------------------------------------- pickles
 
 
-class _StandIn(NodeConvertible):
+class _StandIn(TreeNodeConvertible):
     """Replaces a class or function that a pickle names: stores the arguments and the state, and runs no code."""
 
     path: str
@@ -336,12 +338,12 @@ class _StandIn(NodeConvertible):
     arguments: list[Any]
     attributes: dict[Any, object]
     items: list[object]
-    pairs: Pairs
+    pairs: KeyValuePairs
 
     def __new__(cls, *arguments: object, **options: object) -> Self:
         instance = super().__new__(cls)
         instance.arguments = [*arguments, *([options] if options else [])]
-        instance.attributes, instance.items, instance.pairs = {}, [], Pairs()
+        instance.attributes, instance.items, instance.pairs = {}, [], KeyValuePairs()
         return instance
 
     def __setstate__(self, state: Any) -> None:
@@ -361,11 +363,11 @@ class _StandIn(NodeConvertible):
     def __setitem__(self, key: object, value: object) -> None:
         self.pairs.append((key, value))
 
-    def as_node(self) -> Node:
+    def as_tree_node(self) -> TreeNode:
         attributes = index_by_token(self.attributes.items())
         positional = {f"#{index}": part for index, part in enumerate(self.arguments)}
         contained = {name: part for name, part in (("[items]", self.items), ("[keys]", self.pairs)) if part}
-        return Node(self.path, attributes | positional | contained)
+        return TreeNode(self.path, attributes | positional | contained)
 
     def __repr__(self) -> str:
         return f"<{self.path} {self.arguments} {self.attributes} {self.items} {self.pairs}>"

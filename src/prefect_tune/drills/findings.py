@@ -18,10 +18,10 @@ from prefect_tune.drills.evidence import (
     Difference,
     DrillRun,
     Kill,
-    Record,
+    ProbeRecord,
     collect_metric_histories,
     find_result_metrics,
-    find_unexplained_metrics,
+    find_unexplained_differences,
 )
 from prefect_tune.drills.plan import DrillPlan
 from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
@@ -146,7 +146,9 @@ def _may_be_cause(state: UnrestoredState) -> bool:
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
-def _iter_differing_states(record: Record, reference: Record, evidence: Collection[str]) -> Iterator[UnrestoredState]:
+def _iter_differing_states(
+    record: ProbeRecord, reference: ProbeRecord, evidence: Collection[str]
+) -> Iterator[UnrestoredState]:
     objects = {_strip_path(name) for name in record.states}
     for name, expected in reference.states.items():
         kind, _, path = name.partition(" ")
@@ -443,7 +445,10 @@ def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
         TuneError: no value differs, and no value changes during the training.
     """
     undisturbed, killed, _, _, unstable, changing, generators = runs
-    metrics, unexplained = find_result_metrics(undisturbed, unstable), find_unexplained_metrics(undisturbed, unstable)
+    metrics, unexplained = (
+        find_result_metrics(undisturbed, unstable),
+        find_unexplained_differences(undisturbed, unstable),
+    )
     both = sorted(undisturbed.manifests.keys() & killed.manifests.keys())
     files = set(changing) - {diff.location for diff in unstable} if both[-1:] > [killed.undisturbed_steps] else set()
     if generators and (unexplained or not (metrics or files)):

@@ -39,7 +39,7 @@ from prefect_tune.drills.evidence import (
     DrillRun,
     ValueLocation,
     compare_runs,
-    find_changes,
+    find_changing_values,
     find_kills,
     find_result_locations,
     find_unseeded_generators,
@@ -232,7 +232,7 @@ class Drill:
         changing: Collection[ValueLocation] = ()
         if unstable or generators:
             if self._changes is None:  # only once: this reads all checkpoints
-                self._changes = find_changes(self.store, undisturbed)
+                self._changes = find_changing_values(self.store, undisturbed)
             changing = find_result_locations(self._changes, unstable, undisturbed, generators)
         return RunComparison(undisturbed, killed, again, differences, unstable, changing, generators)
 
@@ -300,7 +300,7 @@ def read_output_tail(log: Path) -> str:
     return tail[tail.rfind("\n", 0, position) + 1 :] if (position := tail.find(_ERROR_MARK)) > 0 else f"…{tail}"
 
 
-def require_importable(trainable: str) -> None:
+def require_drillable(trainable: str) -> None:
     """Import the trainable in a separate process, before anything slower starts.
 
     Raises:
@@ -395,7 +395,7 @@ def run_drill_in_terminal(plan: DrillPlan, location: str | None, console: Consol
             with Live(get_renderable=progress.render, console=console):
                 show = progress.show_activity
                 show(f"importing {make_visible_line(plan.trainable)}: usually {_IMPORT_TIME}")
-                require_importable(plan.trainable)
+                require_drillable(plan.trainable)
                 if location is None and keep:
                     location = tempfile.mkdtemp(prefix="prefect-tune-drill-")
                 elif location is None:

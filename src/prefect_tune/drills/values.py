@@ -72,7 +72,7 @@ class _Comparison:
         pair = id(expected), id(actual)
         if pair in self.compared:
             return
-        left, right = to_node(expected), to_node(actual)
+        left, right = to_tree_node(expected), to_tree_node(actual)
         if left is None or right is None:
             one, other = left or _to_leaf(expected), right or _to_leaf(actual)
             if difference := _describe_leaf_difference(one, other):
@@ -100,7 +100,7 @@ class _Comparison:
         self.differences.append(FileDifference(self.name, key, text, path=unique, scalars=scalars))
 
 
-def _describe_order_difference(expected: Node, actual: Node) -> str:
+def _describe_order_difference(expected: TreeNode, actual: TreeNode) -> str:
     orders = list(actual.parts), list(expected.parts)
     if not expected.is_ordered or orders[0] == orders[1] or set(orders[0]) != set(orders[1]):
         return ""  # `compare` reports a missing key
@@ -113,7 +113,7 @@ def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
     """Yield the path (see `FileDifference.path`) and the value of each leaf: None for a leaf that is not a scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
-        if (node := to_node(value)) is None:
+        if (node := to_tree_node(value)) is None:
             yield ".".join(path), _to_scalar(_to_leaf(value))
             return
         for token, part in node.parts.items():
@@ -149,12 +149,12 @@ def _format_token(token: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- values
 
 
-class Pairs(list[tuple[object, object]]):
+class KeyValuePairs(list[tuple[object, object]]):
     """The keys and values of a JSON object in their order; a key may occur twice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TreeNode:
     """A container: its type, and its parts by the tokens of their keys."""
 
     kind: str
@@ -163,10 +163,10 @@ class Node:
     """Whether the order of the parts counts."""
 
 
-class NodeConvertible:
-    """The base class of objects that convert to a `Node`."""
+class TreeNodeConvertible:
+    """The base class of objects that convert to a `TreeNode`."""
 
-    def as_node(self) -> Node:
+    def as_tree_node(self) -> TreeNode:
         raise NotImplementedError
 
 
@@ -192,30 +192,32 @@ class Line(str):
     __slots__ = ()
 
 
-def to_node(value: Any) -> Node | None:
+def to_tree_node(value: Any) -> TreeNode | None:
     """Return the node of a container; None for a leaf."""
     match value:
         case type():
             return None
-        case Node():
+        case TreeNode():
             return value
-        case NodeConvertible():
-            return value.as_node()
-        case Pairs():
-            return Node("dict", index_by_token(value), is_ordered=True)
+        case TreeNodeConvertible():
+            return value.as_tree_node()
+        case KeyValuePairs():
+            return TreeNode("dict", index_by_token(value), is_ordered=True)
         case Mapping():
             attributes = vars(value) if hasattr(value, "__dict__") else {}  # such as the metadata of a model's state
             parts = index_by_token(value.items()) | ({"[attributes]": attributes} if attributes else {})
-            return Node(_get_class_name(value), parts, is_ordered=True)
+            return TreeNode(_get_class_name(value), parts, is_ordered=True)
         case list() | tuple():
-            return Node(_get_class_name(value), {f"#{index}": part for index, part in enumerate(value)})
+            return TreeNode(_get_class_name(value), {f"#{index}": part for index, part in enumerate(value)})
         case set() | frozenset():
             members = sorted(value, key=repr)
-            return Node(_get_class_name(value), {f"#{index}": part for index, part in enumerate(members)})
+            return TreeNode(_get_class_name(value), {f"#{index}": part for index, part in enumerate(members)})
         case _ if _is_tensor(value):
             return _split_tensor(value)
         case _ if _is_array(value) and value.dtype.hasobject:
-            return Node(f"{value.dtype} {value.shape}", {f"#{index}": part for index, part in enumerate(value.flat)})
+            return TreeNode(
+                f"{value.dtype} {value.shape}", {f"#{index}": part for index, part in enumerate(value.flat)}
+            )
         case _:
             return None
 
@@ -244,7 +246,7 @@ def _is_array(value: object) -> bool:
     return all(hasattr(value, name) for name in ("dtype", "strides", "tobytes"))
 
 
-def _split_tensor(value: Any) -> Node | None:
+def _split_tensor(value: Any) -> TreeNode | None:
     """Return the parts of a sparse or quantized tensor; None for a dense tensor."""
     torch = import_module("torch")
     tensor = value.detach()
@@ -259,7 +261,7 @@ def _split_tensor(value: Any) -> Node | None:
     else:
         return None
     kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_format_tensor_details(value)}"
-    return Node(kind, {f"[{name}]": part for name, part in parts.items()})
+    return TreeNode(kind, {f"[{name}]": part for name, part in parts.items()})
 
 
 def _format_tensor_details(value: Any) -> str:
@@ -349,7 +351,7 @@ def _to_comparable_bits(value: Any) -> object:
 def _format_value(value: object) -> str:
     if isinstance(value, Array):
         return value.type_text
-    text = value.kind if isinstance(value, Node) else repr(value)
+    text = value.kind if isinstance(value, TreeNode) else repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[: _MAX_SHOWN_CHARACTERS - 3]}..."
 
 

@@ -101,7 +101,7 @@ class TaskRunnerLauncher:
 
         return wait_for_tasks
 
-    def cancel_unstarted(self) -> None:
+    def cancel_unstarted_attempts(self) -> None:
         """Do nothing: a task that waits for a worker starts later, then reads the stop request and ends."""
 
 
@@ -221,19 +221,19 @@ class DeploymentLauncher:
         if others:
             with self._poll_lock:
                 self._others[first.id] = {run.id for run in others}
-                self._awaited |= self._others[first.id]  # so that `cancel_unstarted` can cancel them
+                self._awaited |= self._others[first.id]  # so that `cancel_unstarted_attempts` can cancel them
         names = ", ".join(run.name for run in (first, *others))
         get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
 
-    def cancel_unstarted(self) -> None:
+    def cancel_unstarted_attempts(self) -> None:
         self._withdrawn.set()
 
     def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create it if needed.
 
         If the run has ended, an earlier owner may have created later runs: find the later runs by their keys. If an
-        earlier owner called `cancel_unstarted` before the run began, create a new run.
+        earlier owner called `cancel_unstarted_attempts` before the run began, create a new run.
         """
         run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():

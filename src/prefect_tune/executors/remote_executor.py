@@ -54,7 +54,7 @@ from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
 from prefect_tune.core.values import StepReport
 from prefect_tune.executors.trial_executor import AttemptExited, Message, PostArrived, RemoteAttemptStarted
-from prefect_tune.journal_access import current_owner, read_experiment_id
+from prefect_tune.journal_access import make_process_owner, read_experiment_id
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.storage_retries import with_store
 
@@ -155,7 +155,7 @@ class RemoteSearchChannel(SearchChannel):
 
     @property
     def supervisor(self) -> Owner:
-        return current_owner()
+        return make_process_owner()
 
     def make_journal(self, spec: TrialSpec, request: AttemptRequest) -> TrialJournal:
         """Return the attempt's outbox. Raises Superseded if the experiment that requested the attempt was deleted."""
@@ -247,7 +247,7 @@ class AttemptLauncher(Protocol):
     ) -> Callable[[], object]:
         """Launch an attempt; return a function that waits for its end, and raises its error if known."""
 
-    def cancel_unstarted(self) -> None:
+    def cancel_unstarted_attempts(self) -> None:
         """Cancel the attempts that have not begun, if the launcher can. Do not wait."""
 
 
@@ -342,7 +342,7 @@ class RemoteExecutor:
     def stop_all(self) -> None:
         """Request every trial to save and end. After an error of the target, call this method again."""
         if not self._stopped:
-            self._launch.cancel_unstarted()
+            self._launch.cancel_unstarted_attempts()
             self._write_queued_answers()
             stop, attempts = CheckpointAndStop(), self._attempts.values()
             self._write_answers([attempt.address_answer(UNSOLICITED_STEP, stop) for attempt in attempts])

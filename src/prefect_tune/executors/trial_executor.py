@@ -148,7 +148,7 @@ LaunchAttempt: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchChannel, O
 """Starts an attempt."""
 
 
-def make_executor_launcher(threads: Executor) -> LaunchAttempt:
+def make_thread_pool_launcher(threads: Executor) -> LaunchAttempt:
     """Return a `LaunchAttempt` that runs each attempt's task in a thread of the pool `threads`."""
 
     def launch(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel, on_end: OnAttemptEnd) -> None:

@@ -42,7 +42,7 @@ from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.values import validate_name
 from prefect_tune.monitoring.search_observer import SearchObserver
-from prefect_tune.runtime.load_named import load_by_name
+from prefect_tune.runtime.load_named import load_object
 from prefect_tune.storage_retries import with_retries
 
 CallbackEvent: TypeAlias = (
@@ -60,7 +60,7 @@ def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
     """Resolve callbacks: objects, classes, or `"package.module:Name"`. Raises `InvalidInput` for other values."""
     callbacks = []
     for spec in specs or ():
-        loaded = load_by_name(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
+        loaded = load_object(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
         callback = loaded() if callable(loaded) and not isinstance(loaded, Callback) else loaded
         if not isinstance(callback, Callback):
             raise InvalidInput(

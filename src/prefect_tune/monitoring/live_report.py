@@ -38,7 +38,7 @@ from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import make_report_input, select_curve_trials
 from prefect_tune.reporting.page import make_page, render_markdown
 from prefect_tune.storage_retries import with_retries
-from prefect_tune.terminal.progress_view import SearchEstimate, share_of_search, share_of_trial
+from prefect_tune.terminal.progress_view import SearchEstimate, compute_search_completion, compute_trial_completion
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it when obsolete.
 
@@ -278,7 +278,7 @@ class ReportObserver(SearchObserver):
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
         uri, count = self._target.uri, self._estimate.trial_count
-        facts = make_report_input(snapshot, uri=uri, now=now, run_url=run_url, expected_trial_count=count, age=age)
+        facts = make_report_input(snapshot, uri=uri, now=now, run_url=make_run_url, expected_trial_count=count, age=age)
         key, description = make_artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", render_markdown(make_page(facts)), description)
         return [report, *self._render_search_progress(snapshot), *self._render_trial_progress(snapshot)]
@@ -306,13 +306,13 @@ class ReportObserver(SearchObserver):
             done = self._describe_trial_progress(trials[0], snapshot)
         else:
             done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
-        share = share_of_search(trials, snapshot.newest_report, self._estimate) or 0.0
+        share = compute_search_completion(trials, snapshot.newest_report, self._estimate) or 0.0
         key = make_artifact_key("progress", experiment.name)
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of up to 10 running trials; yield nothing if the number of steps is unknown."""
-        if self._estimate.step_count is None or self._estimate.trial_count == 1:
+        if self._estimate.max_steps is None or self._estimate.trial_count == 1:
             return
         experiment = snapshot.experiment
         running = {name: attempt for name, attempt in snapshot.running.items() if attempt.report}
@@ -323,13 +323,13 @@ class ReportObserver(SearchObserver):
             yield ArtifactContent(
                 _make_progress_key(experiment, name, self._target.uri),
                 "progress",
-                round(100 * share_of_trial(trial, snapshot.newest_report(name), self._estimate), 1),
+                round(100 * compute_trial_completion(trial, snapshot.newest_report(name), self._estimate), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_trial_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
     def _describe_trial_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.newest_report(trial.id), self._estimate.step_count
+        report, steps = snapshot.newest_report(trial.id), self._estimate.max_steps
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
@@ -352,7 +352,7 @@ def _make_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     return f"{slugify('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
 
 
-def run_url(owner: Owner) -> str | None:
+def make_run_url(owner: Owner) -> str | None:
     """Return the URL of the owner's run in the Prefect UI; None if the run or the UI's URL is unknown."""
     if owner.task_run is not None:
         return url_for("task-run", owner.task_run)

@@ -43,9 +43,9 @@ from prefect_tune.core.reasons import AnyReason, Reason, strip_result
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import JournalKey, join_uri
 from prefect_tune.core.values import get_metric
-from prefect_tune.monitoring.live_report import run_url
+from prefect_tune.monitoring.live_report import make_run_url
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
-from prefect_tune.notebook import SearchEnding, current_cell_output, live_output, render_progress_html
+from prefect_tune.notebook import CellStatus, current_cell_output, live_output, render_progress_html
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show_display, live_display
@@ -89,7 +89,7 @@ class ProgressObserver(SearchObserver):
         """Return the progress as a table."""
         return progress_view.render_progress(self._reader.read_state(time.monotonic()), width, height)
 
-    def render_html(self, status: SearchEnding, error: str) -> tuple[str, str]:
+    def render_html(self, status: CellStatus, error: str) -> tuple[str, str]:
         """Return the progress as HTML for a notebook's cell, and as one line of text."""
         state = self._reader.read_state(time.monotonic())
         return render_progress_html(state, status, error, self._link), progress_view.render_progress_line(state)
@@ -116,7 +116,7 @@ def showing_progress(
     """
     owner = recorder.read_search_snapshot().experiment.owner
     reader = ProgressReader(recorder.read_search_snapshot, estimate, notes, time.monotonic())
-    observer = ProgressObserver(reader, log, link=run_url(owner) if owner else None)
+    observer = ProgressObserver(reader, log, link=make_run_url(owner) if owner else None)
     if (output := current_cell_output()) is not None:
         observer.is_shown = True
         with live_output(output, observer.render_html, observer.on_display_error, stop):

@@ -30,7 +30,7 @@ from prefect_tune.core.search.domains import as_dicts, find_domains, to_plain_no
 from prefect_tune.core.search.space_json import find_distribution, match_option_class, option_name, space_from_json
 from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, validate_name
 from prefect_tune.registry import BUILT_IN_MODULES
-from prefect_tune.runtime.load_named import describe_import_error, importable_name_of, load_by_name
+from prefect_tune.runtime.load_named import describe_import_error, find_import_name, load_object
 from prefect_tune.runtime.trainable import require_trainable
 
 
@@ -118,13 +118,13 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
     return module, attribute
 
 
-def trainable_fingerprint(trainable: object) -> Mapping[str, str]:
+def make_trainable_fingerprint(trainable: object) -> Mapping[str, str]:
     """Return the identity of a trainable: its name without its module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
 
-def source_digest(trainable: object) -> str:
+def compute_source_digest(trainable: object) -> str:
     """Return a digest of the source of a trainable, without importing its module; empty if the source is unavailable.
 
     The digest covers only the definition of the class or function, not the code that it calls.
@@ -205,7 +205,7 @@ def parse_stop(stop: object) -> object:
         InvalidInput: no stopper has this name or these options, or the import fails.
     """
     if isinstance(stop, str) and ":" in stop:
-        return parse_stop(load_by_name(stop, "stop"))
+        return parse_stop(load_object(stop, "stop"))
     if isinstance(stop, Mapping):
         if (name := match_option_class(stop)) in BUILT_IN_MODULES["stop"]:
             raise InvalidInput(
@@ -231,7 +231,7 @@ def stop_to_json(stop: object) -> Sequence[object] | Mapping[str, object] | str 
     with suppress(TypeError, ValueError):
         if isinstance(stop, Mapping | str) and canonical_json(stop):
             return stop
-    return importable_name_of(stop)
+    return find_import_name(stop)
 
 
 def make_stopper(stop: StopCriteria | str) -> Stopper:

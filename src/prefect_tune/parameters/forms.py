@@ -222,7 +222,7 @@ SearchField: TypeAlias = Annotated[Search | _Json | SearchName | None, _ANY_TYPE
 ResourcesField: TypeAlias = Annotated[Mapping[str, float] | None, _WithType(dict[str, float] | None)]
 SyncField: TypeAlias = Annotated[SyncConfig | None, _WithSchema(_sync_schema)]
 TrainableField: TypeAlias = Annotated[TrainableLike, _ANY_TYPE, WithJsonSchema({"type": "string"})]
-OtherTrainableField: TypeAlias = Annotated[
+OptionalTrainableField: TypeAlias = Annotated[
     TrainableLike | None, _ANY_TYPE, _any_of(_text_schema("package.module:Name"), _NULL)
 ]
 MetricField: TypeAlias = Annotated[

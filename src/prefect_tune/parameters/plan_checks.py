@@ -25,7 +25,12 @@ from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import InvalidInput, ResumeFailed
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.experiment.stoppers import RAY_EQUIVALENTS, Stopper, experiment_stoppers, metric_limits
+from prefect_tune.core.experiment.stoppers import (
+    RAY_EQUIVALENTS,
+    Stopper,
+    collect_metric_limits,
+    extract_experiment_stoppers,
+)
 from prefect_tune.core.experiment.summary import objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.reasons import AnyReason
@@ -36,8 +41,8 @@ from prefect_tune.core.search.space import validate_space
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import canonical_json, get_metric, iter_leaves
 from prefect_tune.journal_access import missing_experiment_message, read_experiment_to_resume
-from prefect_tune.parameters.argument_checks import parse_search, trainable_fingerprint
-from prefect_tune.parameters.search_plan import OPTIONS, ResumeOption, SearchPlan, options_only_in_code
+from prefect_tune.parameters.argument_checks import make_trainable_fingerprint, parse_search
+from prefect_tune.parameters.search_plan import OPTIONS, ResumeOption, SearchPlan, list_unstored_options
 from prefect_tune.prefect_api.call_paths import get_caller_tags
 from prefect_tune.registry import BUILT_IN_MODULES
 
@@ -205,7 +210,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
         )
 
 
-def settings_before_training(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
+def with_journal_digest(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
     """Return the settings with the digest of the code that trained last: the first new step journals the new code."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
@@ -229,7 +234,7 @@ def _describe_code_change(state: Experiment, plan: SearchPlan) -> str | None:
     if not (state.trials and before and now and before != now):
         return None
     old_trainable, (*_, last_trial) = state.settings.get("trainable"), state.trials.values()
-    old = trainable_fingerprint(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint
+    old = make_trainable_fingerprint(old_trainable) if isinstance(old_trainable, str) else last_trial.fingerprint
     old_name, name = old.get("trainable"), plan.fingerprint.get("trainable")
     if old_name and name and old_name != name:
         what, before, now = "trainable", f"{old_name} {before}", f"{name} {now}"
@@ -248,7 +253,7 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
         InvalidInput: the number is smaller.
     """
     stored_count = state.settings.get("num_samples")
-    if num_samples is None or (stored_count is None and "search" in options_only_in_code(state.settings)):
+    if num_samples is None or (stored_count is None and "search" in list_unstored_options(state.settings)):
         return
     old_count = _get_stored_sample_count(stored_count, state.settings.get("search"))
     if isinstance(old_count, int) and UNLIMITED not in (old_count, num_samples) and num_samples < old_count:
@@ -309,7 +314,7 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
     """Return the total number of samples that earlier runs were to propose."""
     if not state.settings:
         return 0
-    search = state.settings.get("search", plan.search if "search" in options_only_in_code(state.settings) else None)
+    search = state.settings.get("search", plan.search if "search" in list_unstored_options(state.settings) else None)
     count = _get_stored_sample_count(state.settings.get("num_samples"), search)
     if not isinstance(count, int) or count == UNLIMITED:
         raise InvalidInput(
@@ -357,7 +362,7 @@ def warn_of_too_few_samples(state: Experiment, plan: SearchPlan, log: Log) -> No
 def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
     """Log a warning if existing trials were drawn from another space; say whether the search will draw new trials."""
     space_before, space_now = (
-        None if "space" in options_only_in_code(settings) else canonical_json(settings.get("space", {}))
+        None if "space" in list_unstored_options(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
     )
     if not state.trials or space_before == space_now or space_before is None or space_now is None:
@@ -379,7 +384,7 @@ def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log)
     metric fails every trial whose trainable does not report it.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
-    for name, limit in metric_limits(stopper).items():
+    for name, limit in collect_metric_limits(stopper).items():
         if name in RAY_EQUIVALENTS:
             log.warning(
                 "stop={'%s': %g} limits a metric of this name; a trial that does not report it fails. The equivalent "
@@ -466,7 +471,7 @@ def find_external_task_runner() -> TaskRunner[Any] | None:
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
 
 
-def require_one_process(uri: str, external: str = "") -> None:
+def require_single_writer(uri: str, external: str = "") -> None:
     """Reject a flow in which two processes could write one journal at once; called before anything is written.
 
     Args:
@@ -491,10 +496,10 @@ def require_one_process(uri: str, external: str = "") -> None:
 class SearchLimits:
     """The limits of one run of an experiment."""
 
-    options: SearchPlan
+    plan: SearchPlan
     """The plan, with limits such as `fail_fast`."""
     max_concurrent_trials: int
-    """The number of slots; `options` has only its upper bound."""
+    """The number of slots; `plan` has only its upper bound."""
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
     meets_stop_criterion: Callable[[Trial], bool] = lambda _: True
@@ -554,7 +559,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
         InvalidInput: the stopper is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.
     """
     stopper = plan.stopper
-    if wrong := experiment_stoppers(stopper):
+    if wrong := extract_experiment_stoppers(stopper):
         raise InvalidInput(f"stop: {wrong[0]} is for a search of many trials: use MaxSteps, MaxTime or Plateau")
     spec = make_trial_spec(plan, stopper)
     spec = replace(spec, trial=spec.trial.journal_key.trial_key(trial), proposed_by_search=False)

@@ -49,18 +49,18 @@ from prefect_tune.core.seeded_random import seed_from_name
 from prefect_tune.core.values import Number, Value, WholeNumber, argument_error, canonical_json
 from prefect_tune.parameters.argument_checks import (
     component_to_json,
+    compute_source_digest,
     make_stopper,
+    make_trainable_fingerprint,
     parse_scheduler,
     parse_search,
-    source_digest,
     stop_to_json,
-    trainable_fingerprint,
     validate_experiment_name,
     validate_trainable,
     value_to_json,
     with_samples,
 )
-from prefect_tune.runtime.load_named import importable_name_of, load_by_name
+from prefect_tune.runtime.load_named import find_import_name, load_object
 from prefect_tune.runtime.trainable import Reuse, require_save_checkpoint
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Option:
     """Why a resume may not change it; empty if a resume may change it."""
 
 
-def flags_by_option(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
+def collect_flags(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
     """Return the flags of each option that a class declares, in the order of its fields."""
     return {
         name: [
@@ -235,7 +235,7 @@ def parse_space(space: object) -> dict[str, object]:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
     """
     plain_space = cast("Mapping[str, Any]", as_dicts(space))
-    domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_by_name(name, "sample_from")))
+    domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_object(name, "sample_from")))
     if not any(find_domains(domains)) and is_distribution(domains):
         raise InvalidInput(
             f"space: expected parameters by name, found one distribution, {short_repr(domains)}: name it, such as "
@@ -558,19 +558,19 @@ class SearchPlan(SearchOptions):
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """The identity of the trainable, see `trainable_fingerprint`."""
-        return trainable_fingerprint(self.trainable)
+        """The identity of the trainable, see `make_trainable_fingerprint`."""
+        return make_trainable_fingerprint(self.trainable)
 
     @property
     def source_digest(self) -> str:
         """The digest of the trainable's source; empty if the source is not available."""
-        return source_digest(self.trainable)
+        return compute_source_digest(self.trainable)
 
     @property
     def settings(self) -> Mapping[str, object]:
         """The settings that the journal stores: all values that have a JSON form and differ from their default.
 
-        `options_only_in_code` returns the options without a JSON form, which a resume by name alone cannot restore.
+        `list_unstored_options` returns the options without a JSON form, which a resume by name alone cannot restore.
         """
         fields = type(self).model_fields
         defaults = {name: fields[name].default for name, option in OPTIONS.items() if option.stored}
@@ -611,12 +611,12 @@ def _option_to_json(name: str, value: Any) -> object | None:
                 return stop_to_json(value)
             case _ if name == "space":
                 samples = (item for item in find_domains(value) if isinstance(item, SampleFrom))  # stored by name
-                are_named = all(importable_name_of(item.function) is not None for item in samples if item.path is None)
+                are_named = all(find_import_name(item.function) is not None for item in samples if item.path is None)
                 return space_to_json(value) if are_named else None
             case _ if name == "trainable":
-                return value if isinstance(value, str) else importable_name_of(value)
+                return value if isinstance(value, str) else find_import_name(value)
             case _ if name == "callbacks":
-                import_paths = [item if isinstance(item, str) else importable_name_of(item) for item in value]
+                import_paths = [item if isinstance(item, str) else find_import_name(item) for item in value]
                 return None if None in import_paths else import_paths
             case _:
                 return canonical_json(value) and value
@@ -624,7 +624,7 @@ def _option_to_json(name: str, value: Any) -> object | None:
         return None
 
 
-def options_only_in_code(settings: Mapping[str, object]) -> list[str]:
+def list_unstored_options(settings: Mapping[str, object]) -> list[str]:
     """Return the names of the passed parameters that the journal could not store as JSON."""
     names: Any = settings.get("only_in_code", ())
     return list(names)
@@ -639,7 +639,7 @@ def plan_from_settings(
         InvalidInput: the journal could not store a parameter, and `changed` does not have it. Only callbacks may be
             missing: they affect no decision.
     """
-    names = dict.fromkeys([*({"trainable"} - settings.keys()), *options_only_in_code(settings)])
+    names = dict.fromkeys([*({"trainable"} - settings.keys()), *list_unstored_options(settings)])
     if missing_names := [name for name in names if name not in changed and name != "callbacks"]:
         raise InvalidInput(
             f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing_names))}, "

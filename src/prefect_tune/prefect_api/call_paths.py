@@ -19,7 +19,7 @@ from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 from prefect.utilities.hashing import hash_objects
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.runtime.load_named import stable_digest
+from prefect_tune.runtime.load_named import compute_stable_digest
 
 # The context of one of our flow runs, separate from the context of its caller.
 #
@@ -121,13 +121,13 @@ def _build_path(
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _get_calling_task()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
-        action = "" if calls else stable_digest(purpose)
+        action = "" if calls else compute_stable_digest(purpose)
         path = _build_task_path(root, task.task_run, _digest_task_arguments(task), action, str(task.task_run.id), "")
     for run, call in calls:
         parent, execution = path.key, path.caller[0]
         caller = next(iter(get_caller_ids(call)), None)
         # Only the last call has an action. It includes the parameters of the runs that lead to the call.
-        action = stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
+        action = compute_stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
             number = _get_call_number(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
@@ -156,13 +156,13 @@ def _digest_task_arguments(task: TaskRunContext) -> str:
 
 
 def _digest_arguments(arguments: dict[str, Any]) -> str:
-    return hash_objects(arguments) or stable_digest(arguments)
+    return hash_objects(arguments) or compute_stable_digest(arguments)
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
     """Return the path of a call by a task, numbered among equal calls of equal tasks in this flow `execution`."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
-    prefix = f"{parent}/{run.flow_id}-{stable_digest([name, arguments])}"
+    prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")
     number = _get_call_number(run.id, f"{execution}/{task.id}@{task.run_count}/{prefix}-{action}")
     return CallPath(f"{prefix}-{action}:{task_number}:{number}", prefix, (execution, task.id, task.run_count))

@@ -41,7 +41,7 @@ from prefect_tune.prefect_api.api_client import is_temporary_error
 from prefect_tune.prefect_api.call_paths import get_caller_ids
 from prefect_tune.prefect_api.flow_runs import check_run_alive
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
-from prefect_tune.storage_retries import run_log, setting_context_variable
+from prefect_tune.storage_retries import get_run_log, setting_context_variable
 
 _TIMEOUT_SECONDS = 10.0
 _POLL_INTERVAL_SECONDS = 30.0
@@ -286,7 +286,7 @@ def _holding_slots(
                 if status not in (_NO_FREE_SLOT_STATUS, _LIMIT_TOO_LOW_STATUS) and not is_temporary_error(cause):
                     raise
                 if status == _LIMIT_TOO_LOW_STATUS and not is_logged:
-                    run_log().warning("a concurrency limit among %s is 0: the trial waits", ", ".join(names))
+                    get_run_log().warning("a concurrency limit among %s is 0: the trial waits", ", ".join(names))
                     is_logged = True
                 stop.wait(_RETRY_INTERVAL.total_seconds())
         yield

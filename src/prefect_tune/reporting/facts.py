@@ -11,14 +11,14 @@ from functools import cached_property
 from typing import TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.experiment.cost import Category, ExperimentCost, compute_cost, format_cost
+from prefect_tune.core.experiment.cost import CostCategory, ExperimentCost, compute_cost, format_cost
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import (
     Losses,
     count_by_status,
-    is_search,
+    find_pareto_front,
+    may_have_several_trials,
     objective_from_settings,
-    pareto_front,
     rank_trials,
     settings_for_display,
     sort_trials,
@@ -37,7 +37,7 @@ from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.search_view import OwnershipPeriod, SearchSnapshot
 from prefect_tune.core.values import flatten
-from prefect_tune.terminal.formatting import cost_fields
+from prefect_tune.terminal.formatting import cost_to_json
 
 MAX_CURVES = 60
 """The maximum number of learning curves in a chart."""
@@ -79,7 +79,7 @@ class Totals:
     """Bytes that were not uploaded, because the target already had them."""
     upload_seconds: float
     slots: Mapping[str, object] = field(default_factory=dict)
-    """How the seconds of the slots were spent; see `cost_fields`."""
+    """How the seconds of the slots were spent; see `cost_to_json`."""
     sentence: str = ""
     """The cost in one sentence; empty if no slot was held."""
 
@@ -119,7 +119,7 @@ class ReportInput:
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
         by_name = {trial.id: trial for trial in self.trials}
-        return [by_name[name] for name in pareto_front(self.losses.items())]
+        return [by_name[name] for name in find_pareto_front(self.losses.items())]
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
@@ -134,19 +134,19 @@ class ReportInput:
 
     @property
     def is_search(self) -> bool:
-        return is_search(self.experiment)
+        return may_have_several_trials(self.experiment)
 
     @cached_property
     def owner_by_trial(self) -> Mapping[str, Owner | None]:
         """The owner that ran the last attempt, by trial."""
         return {attempt.trial: attempt.owner for attempt in self.snapshot.attempts}
 
-    def run_url_of(self, trial: Trial) -> str | None:
+    def get_run_url(self, trial: Trial) -> str | None:
         """Return the URL of the run of a trial's last attempt."""
         owner = self.owner_by_trial.get(trial.id)
         return self.run_url(owner) if owner else None
 
-    def host_of(self, trial: Trial) -> str | None:
+    def get_host(self, trial: Trial) -> str | None:
         """Return the host that runs a trial; None if the trial is not running."""
         owner = self.owner_by_trial.get(trial.id)
         return owner.host if owner and trial.status is Status.RUNNING else None
@@ -164,7 +164,7 @@ class ReportInput:
     @property
     def elapsed_seconds(self) -> float:
         """The time, in seconds, during which the experiment had an owner: without the time between runs."""
-        return sum(elapsed_seconds(period) for period, _ in self.runs)
+        return sum(compute_elapsed_seconds(period) for period, _ in self.runs)
 
     @cached_property
     def cost(self) -> ExperimentCost:
@@ -181,8 +181,8 @@ class ReportInput:
         steps = sum(trial.step for trial in self.trials)
         return Totals(
             trained_seconds=trained,
-            useful_seconds=seconds[Category.TRAINING] if trained and self.cost.attempts else trained,
-            lost_seconds=seconds[Category.LOST],
+            useful_seconds=seconds[CostCategory.TRAINING] if trained and self.cost.attempts else trained,
+            lost_seconds=seconds[CostCategory.LOST],
             attempts=sum(trial.attempt for trial in self.trials),
             attempts_lost=sum(attempt.is_lost for attempt in self.snapshot.attempts),
             attempts_failed=sum(attempt.status is Status.ERRORED for attempt in self.snapshot.attempts),
@@ -195,11 +195,11 @@ class ReportInput:
             sent_bytes=costs.sent_bytes,
             saved_bytes=costs.measured_bytes - costs.sent_bytes + costs.cloned_bytes,
             upload_seconds=costs.upload_seconds,
-            slots=cost_fields(self.cost),
+            slots=cost_to_json(self.cost),
             sentence=format_cost(self.cost),
         )
 
-    def objective_values(self, trial: str) -> Mapping[str, float]:
+    def get_objective_values(self, trial: str) -> Mapping[str, float]:
         """Return the reported objective values of a trial as numbers; empty if the trial cannot be compared."""
         if self.objective is None or trial not in self.losses:
             return {}
@@ -227,7 +227,7 @@ class ReportInput:
         return {name: repr(domain) for name, domain in self.domains.items() if not name.startswith(nested)}
 
 
-def elapsed_seconds(period: OwnershipPeriod) -> float:
+def compute_elapsed_seconds(period: OwnershipPeriod) -> float:
     """Return how long a run owned the experiment, in seconds."""
     return (period.last_entry_at - period.began_at).total_seconds()
 
@@ -303,7 +303,7 @@ def _iter_domains(node: object, name: str) -> Iterator[tuple[str, object]]:
                 yield from _iter_domains(option, name)
 
 
-def trial_fields(trial: Trial) -> dict[str, object]:
+def trial_to_json(trial: Trial) -> dict[str, object]:
     """Return a trial as JSON, for the commands `show` and `report`."""
     return {
         "trial": trial.id,
@@ -319,7 +319,7 @@ def trial_fields(trial: Trial) -> dict[str, object]:
     }
 
 
-def report_fields(report: ReportInput) -> dict[str, object]:
+def report_to_json(report: ReportInput) -> dict[str, object]:
     """Return the facts of a report as JSON."""
 
     def make_trial_rows(trials: Sequence[Trial]) -> Sequence[Mapping[str, object]]:
@@ -327,8 +327,8 @@ def report_fields(report: ReportInput) -> dict[str, object]:
         for trial in trials:
             key = newest_checkpoint_key(state.key.trial_key(trial.id), trial)
             checkpoint = {"checkpoint": key.folder if key else None, "checkpoint_step": key.step if key else None}
-            run = {"run": report.run_url_of(trial), "host": report.host_of(trial)}
-            rows.append({**trial_fields(trial), "error": format_error(trial.end_reason), **checkpoint, **run})
+            run = {"run": report.get_run_url(trial), "host": report.get_host(trial)}
+            rows.append({**trial_to_json(trial), "error": format_error(trial.end_reason), **checkpoint, **run})
         return rows
 
     state, objective = report.experiment, report.objective
@@ -338,7 +338,7 @@ def report_fields(report: ReportInput) -> dict[str, object]:
             "owner": str(period.owner),
             "began_at": period.began_at.isoformat(timespec="seconds"),
             "last_entry_at": period.last_entry_at.isoformat(timespec="seconds"),
-            "elapsed_seconds": elapsed_seconds(period),
+            "elapsed_seconds": compute_elapsed_seconds(period),
             "attempts": attempts,
             "trials_added": period.trial_count,
             "sample_count": period.sample_count,

@@ -47,7 +47,7 @@ from prefect_tune.core.page_elements import (
 from prefect_tune.core.reasons import format_error
 from prefect_tune.core.storage.layout import join_uri
 from prefect_tune.core.values import flatten, get_metric
-from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, elapsed_seconds
+from prefect_tune.reporting.facts import MAX_RUNS, MAX_TRIALS, ReportInput, Totals, compute_elapsed_seconds
 from prefect_tune.reporting.svg import (
     MAX_SMALL_PANEL_CURVES,
     draw_learning_curves,
@@ -157,9 +157,9 @@ def make_best_trial_section(report: ReportInput) -> Iterator[PageElement]:
         ("metrics", shorten(format_metrics(best.metrics), 300)),
         ("step", f"{best.step:,}, {effort}"),
     ]
-    if host := report.host_of(best):
+    if host := report.get_host(best):
         rows.append(("host", host))
-    if link := report.run_url_of(best):
+    if link := report.get_run_url(best):
         rows.append(("run", Link("in the Prefect UI", link)))
     yield Table((), rows)
     config = [(name, value) for name, value in flatten(best.config).items() if name not in report.constants]
@@ -217,14 +217,14 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     """Return the columns of the table of trials, with as many parameters as the width allows."""
     trials, metrics = report.first_trials, report.objective.metrics if report.objective else ()
     columns: list[Column] = [
-        ("trial", [_make_link_cell(trial.id, report.run_url_of(trial)) for trial in trials]),
+        ("trial", [_make_link_cell(trial.id, report.get_run_url(trial)) for trial in trials]),
         ("status", [format_status(trial.status, trial.step) for trial in trials]),
         ("step", [f"{trial.step:,}" for trial in trials]),
     ]
     if len(metrics) > 1:
         on_front = {trial.id for trial in report.best_trials}
         columns.append(("Pareto front", ["yes" if trial.id in on_front else "no" for trial in trials]))
-    hosts = [report.host_of(trial) for trial in trials]
+    hosts = [report.get_host(trial) for trial in trials]
     if any(hosts):
         columns.append(("host", [shorten(host or "", _MAX_CELL) for host in hosts]))
     for metric in metrics:
@@ -287,7 +287,7 @@ def make_errors_section(report: ReportInput) -> Iterator[PageElement]:
     yield Heading(f"Errors ({count})")
     yield from _make_compact_table(
         [
-            ("trial", [_make_link_cell(trial.id, report.run_url_of(trial)) for trial in errors]),
+            ("trial", [_make_link_cell(trial.id, report.get_run_url(trial)) for trial in errors]),
             ("step", [f"{trial.step:,}" for trial in errors]),
             ("reason", [shorten(cause, 200) for cause in causes]),
         ]
@@ -341,7 +341,7 @@ def _make_runs_section(report: ReportInput) -> Iterator[PageElement]:
         ("run", [str(period.owner) for period in periods]),
         ("began", [f"{period.began_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
         ("last entry", [f"{period.last_entry_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
-        ("elapsed", [format_span(elapsed_seconds(period)) for period in periods]),
+        ("elapsed", [format_span(compute_elapsed_seconds(period)) for period in periods]),
         ("samples requested", [f"+{period.sample_count:,}" if period.sample_count else "" for period in periods]),
         ("trials added", [f"{period.trial_count:,}" for period in periods]),
         ("attempts", [f"{attempts:,}" for _, attempts in runs]),

@@ -409,7 +409,7 @@ def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
     parameters = [_make_axis(name, values, area, is_log=report.has_log_scale(name)) for name, values in columns]
     axes = [axis for axis in parameters if axis is not None][: _MAX_AXES - 1]
     for metric in report.objective.metrics if report.objective else ():
-        values = {trial.id: report.objective_values(trial.id).get(metric) for trial in report.ranking}
+        values = {trial.id: report.get_objective_values(trial.id).get(metric) for trial in report.ranking}
         if (axis := _make_axis(metric, values, area)) is not None:
             axes.append(axis)
     return axes

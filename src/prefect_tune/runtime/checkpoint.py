@@ -88,7 +88,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
         return cls(path)
 
     @classmethod
-    def _on_target(cls, opener: StoreOpener, root_uri: str, key: CheckpointKey) -> Checkpoint:
+    def _from_target(cls, opener: StoreOpener, root_uri: str, key: CheckpointKey) -> Checkpoint:
         """Refer to the checkpoint `key` on a target. `opener` opens the target, and `root_uri` is its URI."""
         from prefect_tune.core.storage.layout import join_uri
 
@@ -197,14 +197,14 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
         from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
         new = normalize_metadata(metadata)
-        self._location.resolve().revise_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
+        self._location.resolve().update_metadata(lambda _: new, Deadline.after(_METADATA_TIMEOUT))
 
     def update_metadata(self, metadata: Mapping[str, object]) -> None:
         """Add entries to the metadata; concurrent updates are not lost. See `set_metadata`."""
         from prefect_tune.core.checkpoints.manifest import normalize_metadata
 
         new = normalize_metadata(metadata)
-        self._location.resolve().revise_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
+        self._location.resolve().update_metadata(lambda current: {**current, **new}, Deadline.after(_METADATA_TIMEOUT))
 
     def __repr__(self) -> str:
         return f"Checkpoint(filesystem={self._location.kind}, path={self._location.path})"

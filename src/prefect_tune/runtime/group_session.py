@@ -27,7 +27,7 @@ from typing import cast
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.messages.process_messages import JoinRejected, RankInfo, RankJoined, Start
-from prefect_tune.runtime.load_named import load_by_name, prepend_import_path
+from prefect_tune.runtime.load_named import load_object, prepend_import_path
 from prefect_tune.runtime.message_stream import SupervisorConnection
 from prefect_tune.runtime.ranks import (
     RANK_0_ENV,
@@ -81,7 +81,7 @@ def join_as_rank(caller: str) -> TrialSession | None:
     connection, start = _connect_to_supervisor(rank, address, caller)
     if is_relaunched_as_rank():
         prepend_import_path(start.import_path)  # a rank that runs another program keeps its own path
-    session = make_session(connection, start, cast("Stopper", load_by_name(start.stopper)))
+    session = make_session(connection, start, cast("Stopper", load_object(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
     os.environ[RANK_SOCKET_ENV] = ""  # child processes are not ranks; a forked child may still read the trial's info
@@ -93,7 +93,7 @@ def join_as_rank(caller: str) -> TrialSession | None:
         Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for `multiprocessing`: its children run no `atexit` handlers
         sys.excepthook = partial(_on_uncaught_exception, session, sys.excepthook)
     if on_join := os.environ.get(ON_JOIN_ENV):
-        cast("Callable[[], None]", load_by_name(on_join))()
+        cast("Callable[[], None]", load_object(on_join))()
     return session
 
 

@@ -48,7 +48,7 @@ def prepend_import_path(import_path: Sequence[str]) -> None:
         sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
 
 
-def load_by_name(name: str, parameter: str = "trainable") -> object:
+def load_object(name: str, parameter: str = "trainable") -> object:
     """Return the object at `package.module:Name`; a text without a colon is a pickle in hexadecimal.
 
     Args:
@@ -83,7 +83,7 @@ _importing_module: ContextVar[str] = ContextVar("prefect_tune_importing", defaul
 
 
 def require_not_importing(flow: str) -> None:
-    """Raise InvalidInput if `load_by_name` is importing a module that calls `flow`: each trial would call it again."""
+    """Raise InvalidInput if `load_object` is importing a module that calls `flow`: each trial would call it again."""
     if module := _importing_module.get():
         raise InvalidInput(
             f"{flow}: the import of module {module!r} calls it, so each trial would start it again. Call it "
@@ -97,7 +97,7 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
     try:
         obj, names = cloudpickle.loads(bytes.fromhex(text))
     except (Exception, SystemExit) as error:  # unpickling imports modules, and these may raise any exception
-        if os.getpid() != process:  # as in `load_by_name`
+        if os.getpid() != process:  # as in `load_object`
             raise
         is_import_error = isinstance(error, ImportError | AttributeError | SystemExit)
         reason = describe_import_error(error) if is_import_error else f"{type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
     return obj, names
 
 
-def importable_name_of(obj: object) -> str | None:
+def find_import_name(obj: object) -> str | None:
     """Return the `package.module:Name` by which a new process can import this class or function, or None.
 
     There is none for a lambda, for a definition in `__main__`, in a notebook's cell or in a function's body, or for an
@@ -130,7 +130,7 @@ def _is_reimportable(module: str) -> bool:
 
 
 def load_trainable(name: str) -> object:
-    """Load a trainable like `load_by_name`, and check it.
+    """Load a trainable like `load_object`, and check it.
 
     In a trial's process, put the definitions of a script or notebook into `__main__`, so that they can be pickled.
 
@@ -138,7 +138,7 @@ def load_trainable(name: str) -> object:
         InvalidInput: the object cannot be loaded, or is neither a function nor a subclass of `Trainable` with `step`.
     """
     if ":" in name:
-        return require_trainable(load_by_name(name), name)
+        return require_trainable(load_object(name), name)
     trainable, names = _unpickle(name, "trainable")
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _find_script_globals(trainable) | names):
@@ -249,7 +249,7 @@ _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
 
 
 def pickle_to_hex(obj: object) -> str:
-    """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_by_name`.
+    """Return a pickle of `obj` and of the `__main__` objects that it uses, as text for `load_object`.
 
     Raises:
         Exception: any exception, if `obj` cannot be pickled; see `find_unpicklable`.
@@ -420,7 +420,7 @@ def _find_used_names(code: CodeType) -> set[str]:
 # An object that is not a plain value is represented by its type: the object's pickle may differ in each process.
 
 
-def stable_digest(value: object) -> str:
+def compute_stable_digest(value: object) -> str:
     """Return a digest that is equal for equal values in all processes; different values may have the same digest."""
     return digest_of(_format_canonical(value, ()).encode())[:16]
 

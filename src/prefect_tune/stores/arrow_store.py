@@ -82,7 +82,7 @@ class ArrowStore(ParallelStore):
         self._fsspec = getattr(handler, "fs", None)
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         return False
 
     def create(self, path: str, data: Buffer) -> None:

@@ -14,7 +14,7 @@ import pyarrow.fs as arrow
 
 from prefect_tune.core.checkpoints.manifest import FileRef, Manifest
 from prefect_tune.core.errors import CheckpointNotFound
-from prefect_tune.stores.local.staging import METADATA_FILE, manifest_of_copy, metadata_of_copy, read_committed_file
+from prefect_tune.stores.local.staging import METADATA_FILE, add_metadata_file, read_committed_file, read_copy_metadata
 
 if TYPE_CHECKING:
     from prefect_tune.stores.checkpoint_location import TargetFolder
@@ -89,8 +89,8 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
             if manifest is None:
                 expected = "expected a committed checkpoint, found a plain directory"
                 raise CheckpointNotFound(f"{self._target_folder.name}: {expected}")
-            metadata = metadata_of_copy(store, manifest.key.metadata_folder, manifest)
-        return manifest_of_copy(manifest, metadata), metadata
+            metadata = read_copy_metadata(store, manifest.key.metadata_folder, manifest)
+        return add_metadata_file(manifest, metadata), metadata
 
     @cached_property
     def _files_by_path(self) -> dict[str, FileRef]:

@@ -131,21 +131,21 @@ class LocalDirectory:
     @contextmanager
     def open_content(self, token: str, deadline: Deadline) -> Iterator[DirectoryContent]:  # noqa: ARG002  as above
         from prefect_tune.stores.local.scratch import DirectoryContent
-        from prefect_tune.stores.local.staging import copy_directory, directory_seal
+        from prefect_tune.stores.local.staging import compute_stat_digest, copy_directory
 
         self.require_directory()
         source = Path(self.path)
-        content_id = f"{self.path} as {directory_seal(source)}"
+        content_id = f"{self.path} as {compute_stat_digest(source)}"
         yield DirectoryContent(content_id, content_id, lambda copy, _: copy_directory(source, copy), lambda _: False)
 
     def read_metadata(self, deadline: Deadline) -> dict[str, object]:  # noqa: ARG002  as above
-        from prefect_tune.stores.local.staging import METADATA_FILE, read_metadata
+        from prefect_tune.stores.local.staging import METADATA_FILE, parse_metadata
 
         self.require_directory()
         file = Path(self.path, METADATA_FILE)
-        return read_metadata(file.read_bytes(), str(file)) if file.exists() else {}
+        return parse_metadata(file.read_bytes(), str(file)) if file.exists() else {}
 
-    def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
+    def update_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
         import json
 
         from prefect_tune.core.checkpoints.manifest import normalize_metadata
@@ -198,16 +198,16 @@ class TargetFolder:
         from prefect_tune.core.storage.documents import seal
         from prefect_tune.stores.local.scratch import DirectoryContent
         from prefect_tune.stores.local.staging import (
+            add_metadata_file,
             fetch_checkpoint,
             fetch_plain_directory,
-            manifest_of_copy,
             matches_manifest,
-            metadata_of_copy,
+            read_copy_metadata,
         )
 
         with self._open_store_and_manifest(deadline) as (store, manifest):
             versions = self._metadata_folder(manifest)
-            metadata = metadata_of_copy(store, versions, manifest)
+            metadata = read_copy_metadata(store, versions, manifest)
 
             def fetch(destination: Path, metadata: bytes | None) -> None:
                 if manifest:
@@ -221,7 +221,7 @@ class TargetFolder:
                 self.name,
                 fetch,
                 lambda directory: (
-                    manifest is not None and matches_manifest(manifest_of_copy(manifest, metadata), directory)
+                    manifest is not None and matches_manifest(add_metadata_file(manifest, metadata), directory)
                 ),
                 metadata,
             )
@@ -233,12 +233,12 @@ class TargetFolder:
             newest = read_newest_metadata(store, self._metadata_folder(manifest))
             return self._read_initial_metadata(store, manifest) if newest is None else newest
 
-    def revise_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
-        from prefect_tune.core.checkpoints.manifest import revise_metadata
+    def update_metadata(self, change: MetadataChange, deadline: Deadline) -> None:
+        from prefect_tune.core.checkpoints.manifest import update_metadata
 
         with self._open_store_and_manifest(deadline) as (store, manifest):
             folder, initial = self._metadata_folder(manifest), self._read_initial_metadata(store, manifest)
-            revise_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
+            update_metadata(store, folder, change, initial=initial, write_id=uuid.uuid4().hex)
 
     def read_manifest(self, store: ObjectStore) -> Manifest | None:
         """Return the manifest of this checkpoint; None for a plain directory.
@@ -281,13 +281,13 @@ class TargetFolder:
 
     def _read_initial_metadata(self, store: ObjectStore, manifest: Manifest | None) -> dict[str, object]:
         from prefect_tune.core.storage.documents import read_document
-        from prefect_tune.stores.local.staging import METADATA_FILE, read_committed_metadata, read_metadata
+        from prefect_tune.stores.local.staging import METADATA_FILE, parse_metadata, read_committed_metadata
 
         if manifest:
             return read_committed_metadata(store, manifest)
         path = f"{self.folder}/{METADATA_FILE}" if self.folder else METADATA_FILE
         try:
-            return read_metadata(bytes(read_document(store, path, CheckpointCorrupt)), path)
+            return parse_metadata(bytes(read_document(store, path, CheckpointCorrupt)), path)
         except ObjectNotFound:
             return {}
 

@@ -301,7 +301,7 @@ class ObstoreStore(ParallelStore):
         conditional_create: bool = True,
     ) -> None:
         self._deadline = deadline
-        self.conditional_create = conditional_create
+        self.has_conditional_create = conditional_create
         self._request_limit_seconds = request_timeout.total_seconds()
         self._clients = _ClientsByTimeout(connect, min(request_timeout, deadline.timeout).total_seconds())
         self._bucket_exists = False

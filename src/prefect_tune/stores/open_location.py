@@ -271,7 +271,7 @@ def _make_connector(location: Location) -> Callable[[timedelta], Any]:
         case Client.S3:
             access = _resolve_s3_access(location)
             endpoint = _resolve_s3_endpoint(location)
-            store_class = partial(S3Store, credential_provider=cast("Any", access.keys))
+            store_class = partial(S3Store, credential_provider=cast("Any", access.key_provider))
             config = {"endpoint": endpoint, "region": access.region}
         case Client.GCS:
             store_class, config = GCSStore, {"base_url": endpoint}
@@ -296,7 +296,7 @@ def _make_connector(location: Location) -> Callable[[timedelta], Any]:
 
 
 def _resolve_s3_endpoint(location: Location) -> str | None:
-    return location.endpoint or ambient_endpoint(os.environ)
+    return location.endpoint or find_ambient_endpoint(os.environ)
 
 
 def _parse_flag(text: str) -> bool:
@@ -305,7 +305,7 @@ def _parse_flag(text: str) -> bool:
 
 def _resolve_s3_access(location: Location) -> S3Access:
     """Return credentials and region. The region of the URI takes precedence over the environment and a profile."""
-    access = ambient_access(os.environ, anonymous=location.is_anonymous)
+    access = find_ambient_access(os.environ, anonymous=location.is_anonymous)
     return replace(access, region=location.options.get("region") or access.region)
 
 
@@ -351,12 +351,12 @@ _AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_F
 class S3Access:
     """Credentials, region and endpoint of S3; None for a value that the client finds itself, or that is not set."""
 
-    keys: Callable[[], S3Keys] | None = None
+    key_provider: Callable[[], S3Keys] | None = None
     region: str | None = None
     endpoint_url: str | None = None
 
 
-def ambient_endpoint(environment: Mapping[str, str]) -> str | None:
+def find_ambient_endpoint(environment: Mapping[str, str]) -> str | None:
     """Return the URL of the endpoint from the environment; None for Amazon's endpoint."""
     return environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
 
@@ -366,7 +366,7 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
     return _parse_flag(environment.get("AWS_ALLOW_HTTP", ""))
 
 
-def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
+def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
     """Return the environment's region, and a profile's credentials unless the environment names other credentials.
 
     The client itself finds all other credentials (variables, web identity, container, instance).
@@ -390,13 +390,13 @@ def ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -
 
     try:
         session = boto3.Session()
-        keys = session_key_provider(session) if session.get_credentials() else None  # a profile may set only a region
+        keys = make_key_provider(session) if session.get_credentials() else None  # a profile may set only a region
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
         raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error
 
 
-def session_key_provider(session: Any) -> Callable[[], S3Keys]:
+def make_key_provider(session: Any) -> Callable[[], S3Keys]:
     """Return a provider of the credentials of a boto3 session; boto3 renews them (profiles, SSO, roles)."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 

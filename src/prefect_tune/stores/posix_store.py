@@ -234,7 +234,7 @@ class PosixStore(ParallelStore):
         self._has_removed_stale_files = False
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         return True
 
     def create(self, path: str, data: Buffer) -> None:

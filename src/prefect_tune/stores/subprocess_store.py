@@ -68,9 +68,9 @@ class SubprocessStore(ParallelStore):
             child.kill()
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         with self._lease_child("opening the store") as child:
-            return child.conditional_create
+            return child.has_conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
         """Raise `CommitUnknown` if the child dies or does not answer in time."""
@@ -78,7 +78,7 @@ class SubprocessStore(ParallelStore):
         with self._lease_child(operation) as child:
             # A lock in a child would not lock out the other children.
             lock = named_lock(f"{self._factory} {path}", operation, self._deadline)
-            with nullcontext() if child.conditional_create else lock:
+            with nullcontext() if child.has_conditional_create else lock:
                 try:
                     child.call(operation, "create", path, body=data)
                 except StoreUnavailable as error:
@@ -148,7 +148,7 @@ class _ChildProcess:
         self._deadline = deadline
         self._guard = threading.Lock()
         self.is_alive = True
-        self.conditional_create = False
+        self.has_conditional_create = False
         self._connection, child_end = Pipe()
         with child_end:
             self._process = subprocess.Popen(
@@ -163,7 +163,7 @@ class _ChildProcess:
     def open(self, factory: Callable[[], ObjectStore], operation: str) -> None:
         """Let the child make its store; kill the child if that fails."""
         try:
-            self.conditional_create = self.call(operation, "open", body=cloudpickle.dumps(factory))
+            self.has_conditional_create = self.call(operation, "open", body=cloudpickle.dumps(factory))
         except BaseException:
             self.kill()
             raise

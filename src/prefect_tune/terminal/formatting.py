@@ -16,7 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from prefect_tune.core.display_text import format_amount, format_duration, format_size, format_span, make_visible
-from prefect_tune.core.experiment.cost import MAX_LISTED_LOSSES, AttemptCost, Category, ExperimentCost, format_share
+from prefect_tune.core.experiment.cost import (
+    MAX_LISTED_LOSSES,
+    AttemptCost,
+    CostCategory,
+    ExperimentCost,
+    format_percentage,
+)
 from prefect_tune.core.experiment.summary import format_best_trial_name
 from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.messages.target_messages import ExperimentView
@@ -37,7 +43,7 @@ def get_output_width() -> int:
     return Console().width if has_width else UNLIMITED_WIDTH
 
 
-def print_parts(*parts: Table | str) -> None:
+def print_to_stdout(*parts: Table | str) -> None:
     """Print tables and lines to stdout; lines are neither parsed as markup nor wrapped."""
     console = Console(highlight=False, width=get_output_width())
     with console.capture() as output:
@@ -223,7 +229,7 @@ class Freshness:
             return False
         return self.age > self.period * _MAX_MISSED_UPDATES + _STALE_MARGIN
 
-    def json_fields(self) -> Mapping[str, object]:
+    def to_json(self) -> Mapping[str, object]:
         return {
             "as_of": self.as_of.isoformat(timespec="seconds") if self.as_of else None,
             "age_seconds": round(self.age.total_seconds(), 1) if self.as_of else None,
@@ -254,7 +260,7 @@ class Freshness:
 UNKNOWN_FRESHNESS = Freshness(None, timedelta(0), is_running=False)
 
 
-def freshness_of(view: ExperimentView, now: datetime) -> Freshness:
+def compute_freshness(view: ExperimentView, now: datetime) -> Freshness:
     """Return the freshness of `view` at `now`. Clocks differ, so a time in the future counts as `now`."""
     is_running = any(trial.status is Status.RUNNING for trial in view.experiment.trials.values())
     period = timedelta(seconds=view.live.period_seconds) if view.live is not None else None
@@ -280,7 +286,7 @@ def make_cost_table(cost: ExperimentCost) -> Table:
     table = make_borderless_table("slots", "time", "share")
     for category, seconds in cost.seconds.items():
         if seconds >= MIN_SHOWN_SECONDS:
-            share = format_share(seconds / (cost.slot_seconds or 1.0))
+            share = format_percentage(seconds / (cost.slot_seconds or 1.0))
             table.add_row(*to_plain_cells((str(category), format_span(seconds), share)))
     return table
 
@@ -291,8 +297,8 @@ def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
     names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
     table = make_borderless_table("attempt", "in all", "training", "largest losses", *names)
     for attempt, resources in zip(attempts, rows, strict=True):
-        training = attempt.seconds[Category.TRAINING]
-        losses = [(seconds, kind) for kind, seconds in attempt.seconds.items() if kind is not Category.TRAINING]
+        training = attempt.seconds[CostCategory.TRAINING]
+        losses = [(seconds, kind) for kind, seconds in attempt.seconds.items() if kind is not CostCategory.TRAINING]
         shown = sorted(losses, key=lambda loss: -loss[0])[:MAX_LISTED_LOSSES]
         largest = [f"{kind} {format_span(seconds)}" for seconds, kind in shown if seconds >= MIN_SHOWN_SECONDS]
         times = format_span(attempt.total_seconds), format_span(training)
@@ -316,7 +322,7 @@ def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
             mean = format_size(use.mean_memory_bytes)
             resources["peak memory"] = f"{format_size(use.peak_memory_bytes)} (mean {mean})"
     if use is not None and use.peak_gpu_memory_bytes is not None:
-        share = format_share(use.mean_gpu_utilization or 0.0)
+        share = format_percentage(use.mean_gpu_utilization or 0.0)
         resources["GPU"] = f"{format_size(use.peak_gpu_memory_bytes)}, {share} busy"
     if attempt.rank_ends:
         resources["ranks that ended otherwise"] = format_rank_ends(attempt.rank_ends)
@@ -334,7 +340,7 @@ def format_rank_ends(ends: Sequence[RankEnd]) -> str:
     return "; ".join(parts)
 
 
-def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
+def cost_to_json(cost: ExperimentCost) -> Mapping[str, object]:
     """Return the cost of an experiment as JSON, without its attempts."""
     return {
         "slot_seconds": round(cost.slot_seconds, 3),
@@ -347,7 +353,7 @@ def cost_fields(cost: ExperimentCost) -> Mapping[str, object]:
     }
 
 
-def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
+def attempt_cost_to_json(cost: AttemptCost) -> Mapping[str, object]:
     """Return the cost of an attempt as JSON; values that were not measured are null."""
     use = cost.usage.model_dump(mode="json", exclude={"seconds", "output"}) if cost.usage else {}
     if cost.rank_ends:
@@ -356,5 +362,5 @@ def attempt_fields(cost: AttemptCost) -> Mapping[str, object]:
     return {"attempt": cost.attempt, **began, "seconds": _round_seconds(cost.seconds), **use}
 
 
-def _round_seconds(seconds: Mapping[Category, float]) -> Mapping[str, float]:
+def _round_seconds(seconds: Mapping[CostCategory, float]) -> Mapping[str, float]:
     return {category.key: round(spent, 3) for category, spent in seconds.items()}

@@ -53,7 +53,7 @@ class SearchEstimate:
     objective: Objective | None = None
     trial_count: int | None = None
     """The total number of trials, including trials of earlier runs."""
-    step_count: int | None = None
+    max_steps: int | None = None
     """The maximum number of steps of a trial."""
     time_budget: timedelta | None = None
     """The time budget of this run."""
@@ -186,8 +186,8 @@ def estimate_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) 
     trial repeats the steps after its newest checkpoint. The result is also None if a paused trial may never resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
-    new_trial_steps = fmean(last_steps) if last_steps else estimate.step_count
-    max_steps = estimate.step_count or new_trial_steps
+    new_trial_steps = fmean(last_steps) if last_steps else estimate.max_steps
+    max_steps = estimate.max_steps or new_trial_steps
     if estimate.trial_count is None or not (max_steps and new_trial_steps) or not estimate.resumes_all_paused:
         return None
     steps = max(0, estimate.trial_count - len(trials)) * new_trial_steps
@@ -199,21 +199,21 @@ def estimate_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) 
     return steps
 
 
-def share_of_search(
+def compute_search_completion(
     trials: Collection[Trial], newest: Callable[[str], StepReport | None], estimate: SearchEstimate
 ) -> float | None:
     """Return the completed share of the search's training; None if the number of trials is unknown."""
     if estimate.trial_count is None:
         return None
-    done = sum(share_of_trial(trial, newest(trial.id), estimate) for trial in trials)
+    done = sum(compute_trial_completion(trial, newest(trial.id), estimate) for trial in trials)
     return min(1.0, done / max(1, estimate.trial_count, len(trials)))
 
 
-def share_of_trial(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
+def compute_trial_completion(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
     """Return the completed share of a trial's training; 1 for a paused trial that may never resume."""
     if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not estimate.resumes_all_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), estimate.step_count
+    step, steps = max(trial.step, report.step if report else 0), estimate.max_steps
     return min(1.0, step / steps) if steps else 0.0
 
 
@@ -409,7 +409,7 @@ def _collect_training_facts(state: ProgressState) -> Mapping[str, str]:
     trial = next(iter((*state.running, *state.others)), None)
     if trial is None:
         return {"step": "none yet"}
-    total = f" of {state.estimate.step_count}" if state.estimate.step_count else ""
+    total = f" of {state.estimate.max_steps}" if state.estimate.max_steps else ""
     attempt = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
     status = "" if trial.status is Status.RUNNING else f", {trial.status}"
     newest = newest_checkpoint(trial)

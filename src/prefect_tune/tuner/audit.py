@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from prefect_tune.blocks import StorageTarget, resolve_existing
 from prefect_tune.core.display_text import shorten
 from prefect_tune.core.errors import BadMetric, InvalidInput, UnsafePayload
-from prefect_tune.core.experiment.experiment import Experiment, apply_entry, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_entry, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.failure_policy import end_reason_after_error
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import iter_entries
@@ -59,9 +59,9 @@ from prefect_tune.core.storage.generations import find_current_journal, no_exper
 from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.parameters.argument_checks import parse_scheduler
 from prefect_tune.parameters.plan_checks import with_default_samples
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, options_only_in_code
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, list_unstored_options
 from prefect_tune.trust import find_code_choices
-from prefect_tune.tuner.run_search import deduplicate_prior_trials, make_policy
+from prefect_tune.tuner.run_search import deduplicate_prior_trials, make_search_policy
 from prefect_tune.tuner.search_policy import SearchPolicy, make_finish_event, pending_decision, trial_id
 
 _TIMEOUT = timedelta(minutes=30)
@@ -166,7 +166,7 @@ def audit(
 
     difference, number = None, 0
     with storage.open(timeout=_TIMEOUT) as store:
-        state = empty_experiment(find_current_journal(store, experiment))
+        state = make_empty_experiment(find_current_journal(store, experiment))
         try:
             for entry, digest in iter_entries(store, state.key):
                 number = entry.number
@@ -285,7 +285,7 @@ def _raise_on_training(config: Mapping[str, object]) -> None:
 
 def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str | None:
     """Return why the audit cannot restore a parameter from the settings alone; None if it can."""
-    if name in options_only_in_code(settings):
+    if name in list_unstored_options(settings):
         return "it was passed as an object, which the journal does not hold"
     stored = settings.get(name)
     if stored is None:
@@ -335,7 +335,7 @@ class _Auditor:
         if self._is_fork_entry or isinstance(event, _NON_DECISION_EVENTS):
             return None
         if self._policy is None and before.term in self._plans:  # a new owner
-            self._policy = make_policy(self._plans[before.term].plan)
+            self._policy = make_search_policy(self._plans[before.term].plan)
             self._policy.add_prior_trials(deduplicate_prior_trials(self._warm_starts))
             self._policy.replay(before)
             self._search_end_reason = self._policy.end_reason()

@@ -87,13 +87,13 @@ class FailureHandler:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed with this error, and the budget of machine
                 failures is spent. All trials share the target, so the search ends; its next run resumes this trial.
         """
-        if isinstance(error, _TARGET_ERRORS) and is_machine_budget_spent(trial, self._limits.options.failure_policy):
+        if isinstance(error, _TARGET_ERRORS) and is_machine_budget_spent(trial, self._limits.plan.failure_policy):
             raise error
         if cause is Cause.IMPORT and trial.proposed_by_search and not self.has_trained:
             self._import_failure = self._import_failure or f"trial {trial.id}: {first_line(trial.reason)}"
             self._stop_handler.is_stopping = True
             return
-        if not isinstance(decide_after_failure(trial, cause, self._limits.options.failure_policy), FailTrial | EndRun):
+        if not isinstance(decide_after_failure(trial, cause, self._limits.plan.failure_policy), FailTrial | EndRun):
             name, reason = f"trial {trial.id}: " if trial.proposed_by_search else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stop_handler.is_stopping else "retrying"
             self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, reason)
@@ -102,7 +102,7 @@ class FailureHandler:
     def retry_or_give_up(self, trial: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint within its retry budgets; otherwise give it up."""
         state = self._pending_entry.state.trial(trial)
-        match decide_after_failure(state, cause, self._limits.options.failure_policy):
+        match decide_after_failure(state, cause, self._limits.plan.failure_policy):
             case RetryTrial() | EndRun():
                 self._ready_queue.append(trial)
             case QuarantineCheckpoint(sequence=sequence, reason=reason):
@@ -122,7 +122,7 @@ class FailureHandler:
 
         Its earlier machine failures do not count, unless the trial may have crashed that run.
         """
-        if should_reset_budgets(trial, self._limits.options.failure_policy):
+        if should_reset_budgets(trial, self._limits.plan.failure_policy):
             self._pending_entry.add_event(make_retry_event(trial))
             self._ready_queue.append(trial.id)
         else:
@@ -139,7 +139,7 @@ class FailureHandler:
         earlier_count, earlier_sequence = self._lost_attempts.get(trial, (0, sequence))
         count = 1 if sequence > earlier_sequence else earlier_count + 1
         self._lost_attempts[trial] = (count, sequence)
-        if count > self._limits.options.failure_policy.max_machine_failures:
+        if count > self._limits.plan.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_ERRORS):
                 raise error
             self.give_up(trial, Cause.MACHINE, make_reason("attempts-lost", count=count, error=reason))
@@ -163,7 +163,7 @@ class FailureHandler:
     def give_up(self, trial: str, cause: Cause, reason: Reason) -> None:
         """Mark a trial as errored; end the experiment if `fail_fast` requires it."""
         self._pending_entry.add_event(TrialErrored(trial=trial, cause=cause, reason=reason))
-        trials, fail_fast = self._pending_entry.state.trials, self._limits.options.fail_fast
+        trials, fail_fast = self._pending_entry.state.trials, self._limits.plan.fail_fast
         end_reason = end_reason_after_error(trials[trial], trials.values(), fail_fast=fail_fast)
         if end_reason is not None:
             self._stop_handler.stop_experiment(end_reason)

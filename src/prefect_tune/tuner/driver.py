@@ -31,7 +31,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Phase,
     Trial,
-    clonable_checkpoint,
+    find_clonable_checkpoint,
     is_live_checkpoint,
     make_clone_ref,
 )
@@ -66,7 +66,7 @@ from prefect_tune.executors.trial_executor import (
     TrialExecutor,
     stop_and_wait,
 )
-from prefect_tune.journal_access import JournalWriter, set_attempt_crashed
+from prefect_tune.journal_access import JournalWriter, mark_attempt_crashed
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits
 from prefect_tune.storage_retries import with_store
@@ -203,7 +203,7 @@ class Driver:
             if state.phase is Phase.PENDING:
                 return trial
             self._resume_if_due(state)
-        if self._limits.options.effective_rerun_errored == "only":
+        if self._limits.plan.effective_rerun_errored == "only":
             return None
         self._stop_unneeded_trials()
         if (paused_trial := self._policy.schedule.next_trial_to_resume()) is None:
@@ -237,7 +237,7 @@ class Driver:
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
                 if self._spec.proposed_by_search:
-                    are_fewer = len(self._state.trials) < (self._limits.options.trial_count or math.inf)
+                    are_fewer = len(self._state.trials) < (self._limits.plan.trial_count or math.inf)
                     self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
                 self._is_search_exhausted = True
                 return self._resume_without_new_trials()
@@ -286,7 +286,7 @@ class Driver:
         if (exploit := trial.pending_exploit) is None:
             return
         for source in (exploit.source, trial.id):
-            ref = clonable_checkpoint(self._state.trial(source), self._limits.options.stopper.step_count)
+            ref = find_clonable_checkpoint(self._state.trial(source), self._limits.plan.stopper.step_count)
             if ref is not None:
                 copy, config, reason = make_clone_ref(trial, ref, source), exploit.config, exploit.reason
                 event = CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
@@ -427,7 +427,7 @@ class Driver:
         trial = self._state.trial(name)
         if trial.phase is Phase.RUNNING:
             if trial.supervisor is not None and self._state.owner is not None:
-                set_attempt_crashed(trial.supervisor, self._state.owner)
+                mark_attempt_crashed(trial.supervisor, self._state.owner)
             adopt = partial(make_adoption_events, experiment=self._state, trials=[name])
             for event in with_store(self._target, adopt, _IO_TIMEOUT):
                 self._add_event(event)
@@ -469,7 +469,7 @@ class Driver:
         self._journal_unread_posts(list(self._find_unfinished_trials().values()))
         self._requeue_ended_trials()
         for name in self._find_unfinished_trials():
-            if self._limits.options.effective_rerun_errored == "only" and name not in errored:
+            if self._limits.plan.effective_rerun_errored == "only" and name not in errored:
                 continue
             self._recover_trial(name)
         # Write now, so that a stop reaches a reattached attempt as an answer, and does not finish its trial.
@@ -534,9 +534,9 @@ class Driver:
     def _requeue_ended_trials(self) -> None:
         """Requeue errored trials that this run retries, and finished trials that no longer meet the stop criterion."""
         for trial in list(self._state.trials.values()):
-            if trial.phase is Phase.ERRORED and self._limits.options.effective_rerun_errored:
+            if trial.phase is Phase.ERRORED and self._limits.plan.effective_rerun_errored:
                 self._add_event(make_retry_event(trial))
-            elif self._limits.options.effective_rerun_errored == "only":
+            elif self._limits.plan.effective_rerun_errored == "only":
                 continue
             elif trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
                 self._add_event(make_extension_event(trial))

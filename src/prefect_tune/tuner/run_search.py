@@ -23,7 +23,7 @@ from prefect_tune.core.display_text import make_visible, pluralize, shorten
 from prefect_tune.core.errors import InvalidInput, JournalCorrupt, SearchFailed, TuneError
 from prefect_tune.core.experiment.experiment import Experiment, last_report
 from prefect_tune.core.experiment.failure_policy import repeated_error_reason
-from prefect_tune.core.experiment.stoppers import experiment_stoppers, trial_stopper
+from prefect_tune.core.experiment.stoppers import extract_experiment_stoppers, extract_trial_stopper
 from prefect_tune.core.experiment.summary import count_by_status, find_best_trial, format_best_label
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import read_entry_if_exists
@@ -39,9 +39,9 @@ from prefect_tune.executors.trial_executor import (
     LocalExecutor,
     Slots,
     TrialExecutor,
-    make_executor_launcher,
     make_local_slots,
     make_remote_slots,
+    make_thread_pool_launcher,
 )
 from prefect_tune.journal_access import (
     JournalWriter,
@@ -61,12 +61,11 @@ from prefect_tune.parameters.plan_checks import (
     SearchLimits,
     find_external_task_runner,
     make_trial_spec,
-    require_one_process,
     require_presence,
     require_same_search,
+    require_single_writer,
     require_unchanged_code,
     require_valid_sync,
-    settings_before_training,
     warn_of_code_change,
     warn_of_constant_space,
     warn_of_errored_trials,
@@ -75,6 +74,7 @@ from prefect_tune.parameters.plan_checks import (
     warn_of_stop_limits,
     warn_of_too_few_samples,
     warn_of_unusual_mode,
+    with_journal_digest,
     with_journal_seed,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
@@ -209,11 +209,11 @@ def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Result
 
 def _run_search_segment(segment: RunIteration) -> Results:
     plan, objective, log = segment.plan, segment.plan.objective, get_run_logger()
-    stopper = trial_stopper(plan.stopper)
+    stopper = extract_trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
     warn_of_stop_limits(stopper, objective, log)
     warn_of_constant_space(plan, log)
-    policy = make_policy(plan)
+    policy = make_search_policy(plan)
     opening_executor, slots, location = _make_executor(plan, spec)
     callbacks = resolve_callbacks(plan.callbacks)
     known_state = require_presence(plan.target, plan.experiment, plan.resume, segment.loaded_experiment)
@@ -223,7 +223,7 @@ def _run_search_segment(segment: RunIteration) -> Results:
     def search(stop: threading.Event) -> Experiment:
         with opening_executor as executor, retrying_refusals():  # first: its fork server needs time to start
             if not check_target(plan.target).conditional_create:
-                require_one_process(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
+                require_single_writer(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
             state_before = known_state or read_experiment_to_resume(plan.target, plan.experiment)
             state, now, changes = _take_over_search(segment, state_before, warm_starts, slots)
             journal_writer = segment.set_journal_writer(JournalWriter(plan.target, state, write_entry_directly))
@@ -232,7 +232,9 @@ def _run_search_segment(segment: RunIteration) -> Results:
             if changes:
                 journal_writer.write(changes)
             # Another run may have added samples since the journal was read; the journal has the seed.
-            search_policy = policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else make_policy(now)
+            search_policy = (
+                policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else make_search_policy(now)
+            )
             if sources := journal_writer.experiment.warm_starts:
                 prior = read_prior_trials(journal_writer)
                 message = "warm start: %d finished trials of %s; the search uses %d of them"
@@ -240,7 +242,7 @@ def _run_search_segment(segment: RunIteration) -> Results:
             log_search_start(now, state, slots, location, log)
             curves = ReportReader(plan.target, state.key)
             limits = SearchLimits(
-                options=plan,
+                plan=plan,
                 max_concurrent_trials=slots.count,
                 end_reason=STOPPED_ON_RESUME if segment.is_stopping else None,
                 meets_stop_criterion=lambda trial: meets_stop_criterion(trial, stopper, curves),
@@ -289,7 +291,7 @@ def _take_over_search(
         with_journal_seed(state, plan), state, lambda: current_call_path(plan.experiment).key
     )
     require_same_search(state, settings_now := current_plan.settings)
-    settings = sign_settings(plan.target, state, settings_before_training(state, settings_now))
+    settings = sign_settings(plan.target, state, with_journal_digest(state, settings_now))
     warn_of_space_change(state, current_plan, log)
     warn_of_too_few_samples(state, current_plan, log)
     warn_of_errored_trials(state, current_plan, log)
@@ -301,19 +303,19 @@ def _take_over_search(
 def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
     """If the trainable has changed, log the change, and return the event that journals the new code."""
     warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
-    if not plan.source_digest or settings_before_training(state, plan.settings) == plan.settings:
+    if not plan.source_digest or with_journal_digest(state, plan.settings) == plan.settings:
         return ()  # source unavailable: a later run compares with the code that trained last
     return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
 
 
-def make_policy(plan: SearchPlan) -> SearchPolicy:
+def make_search_policy(plan: SearchPlan) -> SearchPolicy:
     """Return the policy of a search that has no trial yet.
 
     Raises:
         InvalidInput: the search, scheduler and space do not fit together, or a required metric is missing.
     """
     objective, seed, scheduler = plan.objective, plan.effective_seed, plan.scheduler or FIFO()
-    stopper_states = [stopper.begin(objective) for stopper in experiment_stoppers(plan.stopper)]
+    stopper_states = [stopper.begin(objective) for stopper in extract_experiment_stoppers(plan.stopper)]
     proposals = plan.effective_search.begin(space := plan.space or {}, objective, seed)
     scheduler.require_supported_space(space)
     return SearchPolicy(proposals, begin_schedule(scheduler, objective, seed), stopper_states)
@@ -359,7 +361,7 @@ def _running_local_executor(spec: TrialSpec, slots: Slots) -> Iterator[TrialExec
     ):
         if spec.isolation == "process":
             pool.start_import(spec.trainable, get_run_logger(), next(iter(slots.environments), {}))
-        yield LocalExecutor(pool, slots.environments, launch=make_executor_launcher(threads))
+        yield LocalExecutor(pool, slots.environments, launch=make_thread_pool_launcher(threads))
 
 
 # The observers of a running search: callbacks, progress, events, report and learning curves.
@@ -388,7 +390,7 @@ def _observing_search(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
-        step_count=trial_stopper(plan.stopper).step_count,
+        max_steps=extract_trial_stopper(plan.stopper).step_count,
         time_budget=plan.time_budget,
         resumes_all_paused=resumes_all_paused_trials(plan.scheduler),
     )

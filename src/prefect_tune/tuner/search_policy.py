@@ -1,7 +1,7 @@
 """The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
 
 The same history gives the same proposals and decisions, so their state is not stored. A resume creates new objects and
-replays the journal to them (`replay`) in the original order (`PolicyEvent.order`). Then they propose the configurations
+replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose the configurations
 that the interrupted run would have proposed. For this, they draw random numbers only from a seed and a purpose
 (`core.seeded_random`), read no clock, and use only the journal's facts about a trial: a report reaches them when it is
 journaled as a milestone, not when it arrives.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import CompositeState, StopExperiment, StopperState, StopProposing
-from prefect_tune.core.experiment.trial_transitions import Phase, PolicyEvent, Trial
+from prefect_tune.core.experiment.trial_transitions import Phase, ReplayEvent, Trial
 from prefect_tune.core.journal_events import FinishKind, PriorTrial, TrialFinished, TrialRequeued
 from prefect_tune.core.reasons import AnyReason, make_reason, root_error
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
@@ -34,7 +34,7 @@ def parse_trial_number(trial: str) -> int:
     return 0 if trial == ONLY_TRIAL else int(trial)
 
 
-def pending_decision(trial: Trial) -> PolicyEvent | None:
+def pending_decision(trial: Trial) -> ReplayEvent | None:
     """Return a trial's last decision if it is a stop or pause that has had no effect yet; None otherwise.
 
     This happens if an owner exits between a decision and its effect.
@@ -146,7 +146,7 @@ class SearchPolicy:
             return last_decision.report.step
         return self.schedule.next_milestone(trial.id, self._decision_steps.get(trial.id, 0))
 
-    def record(self, trial: Trial, past_event: PolicyEvent) -> None:
+    def record(self, trial: Trial, past_event: ReplayEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is the state after the event."""
         number = parse_trial_number(trial.id)
         match past_event.kind:

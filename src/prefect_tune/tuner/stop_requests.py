@@ -106,7 +106,7 @@ class StopHandler:
                 self.stop_trial(event.trial, event)
         if self._limits.end_reason is not None:
             self.stop_experiment(self._limits.end_reason)
-        budget = self._limits.options.time_budget
+        budget = self._limits.plan.time_budget
         elapsed = timedelta(seconds=time.monotonic() - self._started_at)
         if budget is not None and elapsed >= budget:
             self.stop_experiment(make_reason("time-budget", seconds=budget.total_seconds()))

@@ -34,7 +34,7 @@ from prefect_tune.executors.remote_executor import RemoteSearchChannel
 from prefect_tune.journal_access import (
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    current_owner,
+    make_process_owner,
     write_entry_directly,
 )
 from prefect_tune.tasks.checkpoints import download_checkpoint
@@ -67,7 +67,7 @@ class Cluster:
         self.folder = folder
         self.target = LocalTarget(path=str(folder / "target"))
         self.search = acquire_and_adopt_with_retries(
-            self.target, JOURNAL, OwnershipRequest(current_owner(), new_write_stamp())
+            self.target, JOURNAL, OwnershipRequest(make_process_owner(), new_write_stamp())
         )
         self.launched: dict[int, Trial] = {}
         """The trial in the request of each attempt, by attempt number."""

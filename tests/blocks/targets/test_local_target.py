@@ -30,7 +30,7 @@ def test_a_mount_that_may_hang_is_worked_on_in_a_process_that_can_be_killed(tmp_
     target = LocalTarget(path=str(tmp_path / "mount"), may_hang=True)
     with target.open(timeout=SHORT * 6) as store:
         assert isinstance(store, SubprocessStore)
-        assert store.conditional_create
+        assert store.has_conditional_create
         store.create("a/b", b"bytes")
     assert (tmp_path / "mount" / "a" / "b").read_bytes() == b"bytes"
     assert LocalTarget(path=str(tmp_path / "mount")).check().ok

@@ -145,7 +145,7 @@ def test_a_server_without_conditional_writes_serves_one_runner_when_that_is_said
     assert (result.ok, result.conditional_create) == (True, False)
     assert "ONE RUNNER ONLY" in result.message
     with target.open(timeout=SHORT) as store:
-        assert not store.conditional_create
+        assert not store.has_conditional_create
 
 
 # ------------------------------------------------------------------------------------------ ambient credentials

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from prefect_tune.core.checkpoints import manifest
-from prefect_tune.core.checkpoints.manifest import normalize_metadata, read_newest_metadata, revise_metadata
+from prefect_tune.core.checkpoints.manifest import normalize_metadata, read_newest_metadata, update_metadata
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, StoreUnavailable
 from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.operations.trial_gc import delete_retired_objects
@@ -23,7 +23,7 @@ FOLDER = "e/1/trials/t/checkpoints/1-1/metadata"
 def add_key(
     store: ObjectStore, key: str, initial: Mapping[str, object] = {}, folder: str = FOLDER
 ) -> dict[str, object]:
-    return revise_metadata(store, folder, lambda metadata: {**metadata, key: 1}, initial=initial, write_id=key)
+    return update_metadata(store, folder, lambda metadata: {**metadata, key: 1}, initial=initial, write_id=key)
 
 
 @pytest.mark.parametrize("failure", Failure)
@@ -52,7 +52,7 @@ def test_who_comes_second_changes_what_the_first_one_wrote() -> None:
             add_key(store, other_writers.pop())
         return {**metadata, "mine": 1}
 
-    revise_metadata(store, FOLDER, change, initial={}, write_id="mine")
+    update_metadata(store, FOLDER, change, initial={}, write_id="mine")
     assert read_newest_metadata(store, FOLDER) == {"first": 1, "second": 1, "mine": 1}
 
 
@@ -139,7 +139,7 @@ class NeverAnswers(MemoryStore):
 
 def test_a_target_that_never_answers_is_said_not_to() -> None:
     with pytest.raises(CommitUnknown):
-        revise_metadata(NeverAnswers(), FOLDER, dict, initial={}, write_id="w")
+        update_metadata(NeverAnswers(), FOLDER, dict, initial={}, write_id="w")
 
 
 class AlwaysTaken(MemoryStore):
@@ -154,4 +154,4 @@ class AlwaysTaken(MemoryStore):
 def test_a_change_that_always_comes_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MAX_TRIES", 5)
     with pytest.raises(StoreUnavailable, match="5 other writers were faster"):
-        revise_metadata(AlwaysTaken(), FOLDER, dict, initial={}, write_id="w")
+        update_metadata(AlwaysTaken(), FOLDER, dict, initial={}, write_id="w")

@@ -93,10 +93,10 @@ def test_two_thousand_small_files_are_sixteen_blobs() -> None:
 def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
     digest = digest_of(b"x")
     names = {
-        manifest.blob_digest([]),
-        manifest.blob_digest([(digest, 1)]),
-        manifest.blob_digest([(digest, 11)]),
-        manifest.blob_digest([(digest, 1), (digest, 1)]),
+        manifest.compute_blob_digest([]),
+        manifest.compute_blob_digest([(digest, 1)]),
+        manifest.compute_blob_digest([(digest, 11)]),
+        manifest.compute_blob_digest([(digest, 1), (digest, 1)]),
     }
     assert len(names) == 4
 

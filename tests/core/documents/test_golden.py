@@ -71,7 +71,7 @@ def test_the_history_of_then_is_whole(version: Path) -> None:
     store = load_version(version)
     entries = journal.read_entries(store, JOURNAL)
     assert [entry.number for entry in entries] == list(range(1, 19))
-    assert [report.step for report in LearningCurves(entries).curve_of("t")] == [1, 2, 3, 4, 5]
+    assert [report.step for report in LearningCurves(entries).get_curve("t")] == [1, 2, 3, 4, 5]
     store.delete([path for path in store.objects if "/snapshots/" in path])
     assert journal.load_experiment(store, JOURNAL) == journal.load_experiment(load_version(version), JOURNAL)
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from prefect_tune.core.experiment.cost import Category, ExperimentCost, compute_cost
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.cost import CostCategory, ExperimentCost, compute_cost
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.journal_events import (
     AttemptEnded,
     AttemptStarted,
@@ -84,7 +84,7 @@ def lose(message: str = "") -> AttemptEnded:
 
 
 def apply_events(events: Sequence[Event]) -> Experiment:
-    experiment = empty_experiment(KEY)
+    experiment = make_empty_experiment(KEY)
     for number, event in enumerate(events, 1):
         experiment = apply_event(experiment, event, number)
     return experiment
@@ -112,7 +112,7 @@ def test_an_attempt_that_ends_in_order_has_each_second_where_it_was_measured_and
     (attempt,) = result.attempts
     assert (attempt.trial, attempt.attempt, attempt.total_seconds) == ("t", 1, 20.0)
     assert attempt.usage == usage(**ALL)
-    assert list(result.attempts_by_trial()) == ["t"]
+    assert list(result.group_attempts_by_trial()) == ["t"]
 
 
 def test_what_a_lost_attempt_did_after_its_last_commit_is_trained_again_until_the_runs_last_sign_of_life() -> None:
@@ -328,9 +328,9 @@ def test_the_end_of_a_run_is_its_last_sign_of_life() -> None:
 
 
 def test_each_category_has_a_key_and_says_what_it_means() -> None:
-    assert [category.key for category in Category][:3] == ["training", "lost", "start"]
-    assert str(Category.START) == "start and import"
-    assert all(category.meaning.endswith(".") for category in Category)
+    assert [category.key for category in CostCategory][:3] == ["training", "lost", "start"]
+    assert str(CostCategory.START) == "start and import"
+    assert all(category.meaning.endswith(".") for category in CostCategory)
 
 
 def test_the_ends_of_ranks_are_journaled_with_the_end_of_an_attempt() -> None:

@@ -20,7 +20,12 @@ from prefect_tune.core.experiment.failure_policy import (
     decide_after_failure,
     end_reason_after_error,
 )
-from prefect_tune.core.experiment.retention import Cadence, Retention, quarantined_to_retire, sequences_to_retire
+from prefect_tune.core.experiment.retention import (
+    Cadence,
+    Retention,
+    find_quarantined_to_retire,
+    find_sequences_to_retire,
+)
 from prefect_tune.core.experiment.stoppers import (
     AnyOf,
     CompositeState,
@@ -37,8 +42,8 @@ from prefect_tune.core.experiment.stoppers import (
     TimeBudget,
     TrialBudget,
     as_stopper,
-    experiment_stoppers,
-    trial_stopper,
+    extract_experiment_stoppers,
+    extract_trial_stopper,
 )
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, apply_trial_event, newest_checkpoint
 from prefect_tune.core.journal_events import (
@@ -78,7 +83,7 @@ SAVES = [CheckpointRef(step=10 * n, sequence=n, metrics={"loss": loss}) for n, l
     ],
 )
 def test_a_checkpoint_stays_when_one_rule_keeps_it(policy: Retention, kept: list[int]) -> None:
-    assert [ref.sequence for ref in SAVES if ref.sequence not in sequences_to_retire(SAVES, policy)] == kept
+    assert [ref.sequence for ref in SAVES if ref.sequence not in find_sequences_to_retire(SAVES, policy)] == kept
 
 
 @pytest.mark.parametrize(
@@ -99,12 +104,12 @@ def test_what_was_put_aside_is_retired_when_it_would_be_as_a_live_one(
     live = [ref for ref in SAVES if ref.sequence not in sequences]
     quarantined_refs = [ref for ref in SAVES if ref.sequence in sequences]
     quarantined = [QuarantinedCheckpoint(checkpoint=ref, since=9, reason="misread") for ref in quarantined_refs]
-    assert [ref.sequence for ref in quarantined_to_retire(quarantined, live, policy)] == retired
+    assert [ref.sequence for ref in find_quarantined_to_retire(quarantined, live, policy)] == retired
 
 
 def test_a_score_that_is_no_number_is_never_among_the_best() -> None:
     saves = [CheckpointRef(step=1, sequence=0, metrics={"loss": "low"}), *SAVES[:2]]
-    assert 0 in sequences_to_retire(saves, Retention(best=5, metric="loss"))
+    assert 0 in find_sequences_to_retire(saves, Retention(best=5, metric="loss"))
 
 
 @pytest.mark.parametrize("fields", [{"best": 3}, {"metric": "loss"}])
@@ -529,9 +534,9 @@ def test_a_plateau_has_a_metric_of_its_own_or_that_of_the_search() -> None:
 def test_stoppers_of_trials_and_of_the_experiment_are_combined_and_taken_apart() -> None:
     steps, time = MaxSteps(3), MaxTime(timedelta(seconds=1))
     combined = steps | MaxFailures(1) | time | TrialBudget(9)
-    assert trial_stopper(combined) == AnyOf((steps, time))
-    assert list(experiment_stoppers(combined)) == [MaxFailures(1), TrialBudget(9)]
-    assert (trial_stopper(TrialBudget(9) | steps), trial_stopper(TrialBudget(9))) == (steps, Never())
+    assert extract_trial_stopper(combined) == AnyOf((steps, time))
+    assert list(extract_experiment_stoppers(combined)) == [MaxFailures(1), TrialBudget(9)]
+    assert (extract_trial_stopper(TrialBudget(9) | steps), extract_trial_stopper(TrialBudget(9))) == (steps, Never())
     assert (combined.stop_reason([make_report(1)]), MaxFailures(1).stop_reason([make_report(1)])) == (None, None)
     assert not MaxFailures(1).needs_history
 

@@ -11,8 +11,8 @@ from prefect_tune.core.experiment.summary import (
     LearningCurves,
     Scope,
     compute_losses,
+    find_pareto_front,
     format_best_label,
-    pareto_front,
     rank_trials,
     score_reports,
     sort_trials,
@@ -99,7 +99,7 @@ def test_a_trial_is_shown_with_a_report_only_if_that_is_newer(step: int, loss: f
 
 def test_the_front_holds_who_is_beaten_by_nobody_in_everything() -> None:
     scores = {"a": (1.0, 9.0), "b": (2.0, 2.0), "c": (2.0, 3.0), "d": (9.0, 1.0), "same as b": (2.0, 2.0)}
-    assert pareto_front(scores.items()) == ["a", "b", "same as b", "d"]
+    assert find_pareto_front(scores.items()) == ["a", "b", "same as b", "d"]
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,18 @@ CLONED = (
 def test_a_curve_forgets_what_was_done_again_and_what_came_before_a_clone(
     events: tuple[Event, ...], counted: list[tuple[int, object]]
 ) -> None:
-    assert losses_of(LearningCurves([make_entry(*events)]).curve_of("t")) == counted
+    assert losses_of(LearningCurves([make_entry(*events)]).get_curve("t")) == counted
 
 
 def test_the_curves_of_all_trials_are_in_the_entries_of_the_experiment() -> None:
     curves = LearningCurves()
     curves.add_entry(make_entry(make_report(1, 1.0), make_report(2, 2.0)))
     curves.add_event(make_report(1, 7.0, "other"))
-    assert (losses_of(curves.curve_of("t")), losses_of(curves.curve_of("other"))) == ([(1, 1.0), (2, 2.0)], [(1, 7.0)])
-    assert curves.curve_of("silent") == []
+    assert (losses_of(curves.get_curve("t")), losses_of(curves.get_curve("other"))) == (
+        [(1, 1.0), (2, 2.0)],
+        [(1, 7.0)],
+    )
+    assert curves.get_curve("silent") == []
     assert curves.report_count == 3
 
 

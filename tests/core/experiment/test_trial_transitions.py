@@ -18,8 +18,8 @@ from prefect_tune.core.experiment.trial_transitions import (
     apply_adoption,
     apply_fork,
     apply_trial_event,
-    is_cloned_checkpoint,
     is_deletable_checkpoint,
+    is_kept_by_clones,
     is_live_checkpoint,
     newest_checkpoint,
     newest_checkpoint_key,
@@ -403,12 +403,12 @@ def test_what_a_clone_has_is_held_beyond_its_retirement() -> None:
     folder = TrialKey(experiment="e", generation=1, trial="t")
     key = CheckpointKey(trial=folder, step=3, sequence=7)
     trial = trial_in(FINISHED, clones=(Clone(step=3, sequence=7, trial="u", clone_sequence=4),))
-    predicates = (is_live_checkpoint, is_cloned_checkpoint, is_deletable_checkpoint)
+    predicates = (is_live_checkpoint, is_kept_by_clones, is_deletable_checkpoint)
     assert [predicate(trial, key) for predicate in predicates] == [True, False, False]
     trial = apply_trial_event(trial, CheckpointsRetired(trial="t", retired_sequences=(7,)))
     assert [predicate(trial, key) for predicate in predicates] == [False, True, False]
     trial = trial.model_copy(update={"clones": ()})
-    assert (is_cloned_checkpoint(trial, key), is_deletable_checkpoint(trial, key)) == (False, True)
+    assert (is_kept_by_clones(trial, key), is_deletable_checkpoint(trial, key)) == (False, True)
     origin = CheckpointOrigin(trial=key.trial.trial, step=key.step, sequence=key.sequence)
     other = Trial(id="u", config={}, checkpoints=(CheckpointRef(step=3, sequence=4, origin=origin),))
     assert is_live_checkpoint(other, key)

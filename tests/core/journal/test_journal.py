@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, JournalCorrupt, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.journal.journal import write_snapshot
 from prefect_tune.core.journal_events import (
@@ -69,7 +69,7 @@ def append_steps(store: MemoryStore, steps: int, *, snapshot: bool = False) -> E
 
 
 def test_an_empty_journal_is_the_empty_experiment() -> None:
-    assert load(MemoryStore()) == empty_experiment(JOURNAL)
+    assert load(MemoryStore()) == make_empty_experiment(JOURNAL)
 
 
 def test_what_append_returns_is_what_is_loaded() -> None:
@@ -499,7 +499,7 @@ def test_what_was_read_of_a_journal_that_is_another_one_now_is_forgotten() -> No
 
 def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_look_for_a_deletion() -> None:
     store = MemoryStore()
-    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("first"), loaded=empty_experiment(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("first"), loaded=make_empty_experiment(JOURNAL))
     assert after.entry_count == 1
     assert store.operations == {"create": 1, "list": 1}
 
@@ -507,7 +507,7 @@ def test_a_journal_that_is_thought_to_be_empty_is_opened_by_one_request_and_a_lo
 def test_a_journal_that_is_not_empty_after_all_is_read_by_its_snapshot() -> None:
     store = make_history(23)
     expected, before = load(store), store.operations["read"]
-    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=make_empty_experiment(JOURNAL))
     assert (after.entry_count, after.trials) == (24, expected.trials)
     assert store.operations["read"] - before <= 8
 
@@ -519,7 +519,7 @@ def test_a_first_entry_that_a_listing_hides_is_found() -> None:
 
     store = HidesEntries()
     first = open_experiment(store)
-    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=empty_experiment(JOURNAL))
+    after = journal.acquire_ownership(store, JOURNAL, ME, stamp("next"), loaded=make_empty_experiment(JOURNAL))
     assert (after.entry_count, after.term) == (2, first.term + 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from prefect_tune.core.errors import CommitUnknown, IllegalTransition, StoreUnavailable
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -72,7 +72,7 @@ OWNER = Owner(name="first", host="here", pid=1)
 def make_experiment() -> Experiment:
     events = [TrialAdded(trial=trial, config={}) for trial in ("a", "b")]
     owner_changed = OwnerChanged(experiment="e", generation=1, term=1, owner=OWNER)
-    return apply_events(empty_experiment(JOURNAL), [owner_changed, *events])
+    return apply_events(make_empty_experiment(JOURNAL), [owner_changed, *events])
 
 
 def make_request(write_id: str = "w", *, term: int = 1, trial: str | None = None) -> StopRequest:
@@ -202,7 +202,7 @@ REPORTED_AT = "2026-11-23T01:02:20+00:00"
 def make_training(*events: Event, term: int = 1) -> Experiment:
     owners = [OwnerChanged(experiment="e", generation=1, term=number + 1, owner=OWNER) for number in range(term)]
     started: list[Event] = [TrialAdded(trial="a", config={}), AttemptStarted(trial="a", attempt=1, from_step=0)]
-    return apply_events(empty_experiment(JOURNAL), [*owners, *started, *events])
+    return apply_events(make_empty_experiment(JOURNAL), [*owners, *started, *events])
 
 
 def make_status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:

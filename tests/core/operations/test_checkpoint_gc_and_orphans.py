@@ -31,7 +31,7 @@ from prefect_tune.core.operations.trial_gc import delete_retired_objects, find_l
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.restore import make_adoption_events
 from prefect_tune.core.storage.layout import CheckpointKey
-from prefect_tune.core.storage.object_store import create_or_recognize
+from prefect_tune.core.storage.object_store import create_idempotently
 from prefect_tune.core.values import StepReport
 from tests.core.driver import KEY, Session, Witness, find_violations
 from tests.fakes.checkpoints import first_generation
@@ -297,9 +297,9 @@ def test_a_refused_create_is_ours_if_our_bytes_are_there(stored: bytes | None) -
     outcomes: Mapping[bytes | None, type[Exception]] = {b"yours": AlreadyExists, None: CommitUnknown}
     if expected := outcomes.get(stored):
         with pytest.raises(expected):
-            create_or_recognize(store, "a", b"mine")
+            create_idempotently(store, "a", b"mine")
     else:
-        create_or_recognize(store, "a", b"mine")
+        create_idempotently(store, "a", b"mine")
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("503"), StoreRefused("ExpiredToken")])
@@ -314,4 +314,4 @@ def test_an_outcome_that_cannot_be_asked_for_stays_unknown(error: TuneError) -> 
             raise error
 
     with pytest.raises(CommitUnknown, match="could not be read back"):
-        create_or_recognize(Gone(), "a", b"mine")
+        create_idempotently(Gone(), "a", b"mine")

@@ -118,11 +118,11 @@ def test_what_is_no_checkpoint_any_more_cannot_be_cloned() -> None:
 def test_a_clone_trains_at_least_one_step() -> None:
     search = plain_scene().search
     (checkpoint,) = search.trial("s").checkpoints
-    assert trial_transitions.clonable_checkpoint(search.trial("s"), checkpoint.step + 1) == checkpoint
-    assert trial_transitions.clonable_checkpoint(search.trial("s"), checkpoint.step) is None
-    assert trial_transitions.clonable_checkpoint(search.trial("c")) is None
+    assert trial_transitions.find_clonable_checkpoint(search.trial("s"), checkpoint.step + 1) == checkpoint
+    assert trial_transitions.find_clonable_checkpoint(search.trial("s"), checkpoint.step) is None
+    assert trial_transitions.find_clonable_checkpoint(search.trial("c")) is None
     search.append(TrialFinished(trial="s", reason="enough"))
-    assert trial_transitions.clonable_checkpoint(search.trial("s")) is None
+    assert trial_transitions.find_clonable_checkpoint(search.trial("s")) is None
 
 
 # ------------------------------------------------------------------------------- attempts on other machines

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from prefect_tune.core.checkpoints.manifest import revise_metadata
+from prefect_tune.core.checkpoints.manifest import update_metadata
 from prefect_tune.core.errors import IllegalTransition, InvalidInput, StoreUnavailable, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, apply_event
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial, make_clone_ref
@@ -30,7 +30,7 @@ from prefect_tune.core.operations.fork_experiment import (
     find_lost_checkpoints,
     load_fork_point,
 )
-from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.operations.scrub import quarantine_in_journal
 from prefect_tune.core.restore import read_manifest
 from prefect_tune.core.storage.generations import find_current_journal
 from prefect_tune.core.storage.layout import CheckpointKey
@@ -167,7 +167,7 @@ def test_what_is_set_aside_in_the_origin_since_is_not_copied() -> None:
 def quarantine_as_non_owner(old: SmallSearch) -> None:
     """Quarantine the newest checkpoint of trial b, without the owner's knowledge."""
     newest = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
-    quarantine(old.store, old.state.key, {newest: "damaged"}, WriteStamp(write_id="guest", at=""))
+    quarantine_in_journal(old.store, old.state.key, {newest: "damaged"}, WriteStamp(write_id="guest", at=""))
 
 
 def test_a_search_can_be_forked_in_which_a_guest_has_quarantined_a_checkpoint_during_a_save() -> None:
@@ -190,7 +190,7 @@ def test_metadata_that_was_set_after_the_save_is_in_the_forks_manifest() -> None
     store = MemoryStore()
     old = make_search(store)
     key = old.key("b").checkpoint_key(old.state.trial("b").checkpoints[-1])
-    revise_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, initial={}, write_id="m")
+    update_metadata(store, key.metadata_folder, lambda _: {"note": "best"}, initial={}, write_id="m")
     new = make_fork(store).experiment
     assert read_manifest(
         store, new.trial_key("b").checkpoint_key(new.trial("b").checkpoints[-1])

@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointsRet
 from prefect_tune.core.messages.process_messages import ContinueTraining
 from prefect_tune.core.messages.target_messages import send_answer
 from prefect_tune.core.operations import trial_gc
-from prefect_tune.core.operations.scrub import quarantine, reinstate
+from prefect_tune.core.operations.scrub import quarantine_in_journal, reinstate_in_journal
 from prefect_tune.core.operations.trial_gc import (
     TrialGarbage,
     collect_experiment_garbage,
@@ -95,7 +95,7 @@ def prune(scene: Scene) -> None:
 def quarantine_newest(scene: Scene) -> None:
     """Quarantine a checkpoint, and delete the garbage."""
     reasons, stamp = {newest_key(scene): "doubted"}, scene.chronicle.stamp()
-    retry(lambda: quarantine(scene.store, SEARCH, reasons, stamp))
+    retry(lambda: quarantine_in_journal(scene.store, SEARCH, reasons, stamp))
     collect_all(scene)
 
 
@@ -103,7 +103,7 @@ def reinstate_newest(scene: Scene) -> None:
     """Do the same; then reinstate the checkpoint, which is undamaged."""
     quarantine_newest(scene)
     stamp = scene.chronicle.stamp()
-    retry(lambda: reinstate(scene.store, SEARCH, [newest_key(scene)], stamp))
+    retry(lambda: reinstate_in_journal(scene.store, SEARCH, [newest_key(scene)], stamp))
 
 
 def requeue(search: Search) -> None:
@@ -355,7 +355,7 @@ def test_a_checkpoint_that_a_rule_keeps_and_was_put_aside_by_mistake_can_be_rein
         search.save("s")
     search.delete_leftovers()
     assert scene.store.size(kept.manifest_path)
-    reinstate(scene.store, SEARCH, [kept], scene.chronicle.stamp())
+    reinstate_in_journal(scene.store, SEARCH, [kept], scene.chronicle.stamp())
     assert kept.step in [ref.step for ref in reopen(scene).trial("s").checkpoints]
     assert find_broken_promises(scene.store, scene.chronicle) == []
 
@@ -382,7 +382,7 @@ def test_of_what_is_aside_with_its_manifest_unreadable_all_that_it_may_name_stay
     collect_all(scene)
     assert named <= set(scene.store.objects)
     scene.store.objects[bad.manifest_path] = original
-    reinstate(scene.store, SEARCH, [bad], scene.chronicle.stamp())
+    reinstate_in_journal(scene.store, SEARCH, [bad], scene.chronicle.stamp())
     reopen(scene)
     assert newest_key(scene) == bad
     assert find_broken_promises(scene.store, scene.chronicle) == []
@@ -437,8 +437,8 @@ def test_of_an_experiment_that_is_not_there_nothing_is_put_aside_reinstated_or_p
     absent = JournalKey(experiment="nobodys", generation=1)
     key, stamp = CheckpointKey(trial=absent.trial_key("t"), step=1, sequence=1), scene.chronicle.stamp()
     before = dict(scene.store.objects)
-    assert quarantine(scene.store, absent, {key: "damaged"}, stamp) == []
-    assert reinstate(scene.store, absent, [key], stamp) == []
+    assert quarantine_in_journal(scene.store, absent, {key: "damaged"}, stamp) == []
+    assert reinstate_in_journal(scene.store, absent, [key], stamp) == []
     assert retire_unkept_checkpoints(scene.store, absent, KEEP_ONE, stamp) == []
     assert scene.store.objects == before
 

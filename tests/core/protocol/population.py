@@ -12,14 +12,14 @@ from typing import ClassVar, Self
 from prefect_tune.core.checkpoints.commit import commit_checkpoint, find_reusable_bytes
 from prefect_tune.core.checkpoints.manifest import CheckpointMetadata
 from prefect_tune.core.errors import TuneError
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
-from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
+from prefect_tune.core.experiment.retention import Retention, find_checkpoints_to_retire
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Phase,
     Trial,
     apply_trial_event,
-    clonable_checkpoint,
+    find_clonable_checkpoint,
     is_live_checkpoint,
     min_reusable_sequence,
     newest_checkpoint,
@@ -119,7 +119,7 @@ class Attempt:
         key = CheckpointKey(trial=self.key, step=step, sequence=self.trial.next_sequence)
         self.upload(key, self.files(step), report)
         ref = CheckpointRef(step=step, sequence=key.sequence, metrics=report.metrics, trained_seconds=float(step))
-        retired = checkpoints_to_retire(self.trial, ref, self.retention)
+        retired = find_checkpoints_to_retire(self.trial, ref, self.retention)
         sequences = tuple(old.sequence for old in retired)
         return CheckpointCommitted(trial=self.trial.id, checkpoint=ref, retired_sequences=sequences), retired
 
@@ -186,7 +186,7 @@ class Search:
     attempt_class: ClassVar[type[Attempt]] = Attempt
 
     def __post_init__(self) -> None:
-        self.state = empty_experiment(self.journal)
+        self.state = make_empty_experiment(self.journal)
 
     def with_store(self, store: ObjectStore, chronicle: Chronicle) -> Self:
         """Return the same owner, with the same fields, on another store."""
@@ -269,7 +269,7 @@ class Search:
 
     def clone(self, name: str, source: str) -> None:
         """Continue a waiting trial from the newest checkpoint of another; nothing where it has none."""
-        if (ref := clonable_checkpoint(self.trial(source))) is None:
+        if (ref := find_clonable_checkpoint(self.trial(source))) is None:
             return
         origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
         copy = ref.model_copy(update={"sequence": self.trial(name).next_sequence, "origin": origin})

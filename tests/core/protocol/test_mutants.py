@@ -185,7 +185,7 @@ MUTANTS = {
         crash_everywhere,
         {
             commit._store_group: {"store.put(path, buffer[:end])": "PUTS.append((store, path, bytes(buffer[:end])))"},
-            commit.require_stored: {"if not uploaded:": "if True:"},
+            commit.require_blobs_stored: {"if not uploaded:": "if True:"},
             commit.commit_checkpoint: {
                 "batches =": "PUTS.clear(); batches =",
                 "return SaveResult(": "[at.put(path, of) for at, path, of in PUTS]; return SaveResult(",
@@ -196,11 +196,11 @@ MUTANTS = {
         flip_every_blob, {manifest._read_and_verify: {"if actual != placed.chunk.digest:": "if False:"}}
     ),
     "overwrite instead of create": Mutant(
-        interleave_owners, {object_store.create_or_recognize: {"store.create(path, data)": "store.put(path, data)"}}
+        interleave_owners, {object_store.create_idempotently: {"store.create(path, data)": "store.put(path, data)"}}
     ),
-    "unknown means success": Mutant(delay_every_save, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}),
+    "unknown means success": Mutant(delay_every_save, {object_store.create_idempotently: UNKNOWN_IS_SUCCESS}),
     "unknown means conflict": Mutant(
-        crash_everywhere, {object_store.create_or_recognize: {"if stored != data:": "if True:"}}
+        crash_everywhere, {object_store.create_idempotently: {"if stored != data:": "if True:"}}
     ),
     "no fsync of the bytes": Mutant(cut_power_everywhere, {PosixStore._temp_file: {"self._calls.fsync(file)": "pass"}}),
     "no fsync of the name": Mutant(
@@ -217,7 +217,7 @@ MUTANTS = {
     "reuse any orphan": Mutant(
         delay_every_deletion, {commit.find_reusable_bytes: {"blob_sequence(path) >= collected_up_to": "True"}}
     ),
-    "no look at what was sent": Mutant(lose_every_put, {commit.require_stored: {"if not uploaded:": "if True:"}}),
+    "no look at what was sent": Mutant(lose_every_put, {commit.require_blobs_stored: {"if not uploaded:": "if True:"}}),
     "adopt everything": Mutant(
         crash_everywhere, {trial_transitions.can_commit_save: {"sequence > last_sequence and": "True or"}}
     ),
@@ -279,7 +279,7 @@ MUTANTS = {
         {outbox.close_outbox: {"races += 1": "number, races = number + 1, races + 1"}},
     ),
     "acknowledge a post whose creation is unknown": Mutant(
-        fail_outbox, {object_store.create_or_recognize: UNKNOWN_IS_SUCCESS}
+        fail_outbox, {object_store.create_idempotently: UNKNOWN_IS_SUCCESS}
     ),
     "receive posts in any order": Mutant(
         partial(run_test, partial(test_outbox.test_a_post_is_not_journaled_twice_or_before_the_one_before_it, 1, 0)),

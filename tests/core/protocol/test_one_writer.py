@@ -9,7 +9,7 @@ from prefect_tune.core.experiment.retention import Retention
 from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import Owner
 from prefect_tune.core.operations.delete_experiment import delete_generation
-from prefect_tune.core.operations.scrub import inspect_checkpoints, quarantine, reinstate
+from prefect_tune.core.operations.scrub import inspect_checkpoints, quarantine_in_journal, reinstate_in_journal
 from prefect_tune.core.operations.trial_gc import TrialGarbage, retire_unkept_checkpoints
 from prefect_tune.core.values import WriteStamp
 from tests.core.operations.test_fork_experiment import make_fork
@@ -27,11 +27,11 @@ OWNER = Owner(name="newcomer", host="here", pid=2)
 
 
 def _quarantine_newest(scene: Scene) -> None:
-    quarantine(scene.store, SEARCH, {newest_key(scene): "torn"}, STAMP)
+    quarantine_in_journal(scene.store, SEARCH, {newest_key(scene): "torn"}, STAMP)
 
 
 def _reinstate_newest(scene: Scene) -> None:
-    reinstate(scene.store, SEARCH, [newest_key(scene)], STAMP)
+    reinstate_in_journal(scene.store, SEARCH, [newest_key(scene)], STAMP)
 
 
 def _prune(scene: Scene) -> None:
@@ -54,7 +54,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(write: Act) -> N
 
 def test_a_guest_who_has_nothing_to_say_is_not_refused() -> None:
     scene = final_scene()
-    assert quarantine(OneWriterStore.holding(scene.store.objects), SEARCH, {}, STAMP) == []
+    assert quarantine_in_journal(OneWriterStore.holding(scene.store.objects), SEARCH, {}, STAMP) == []
 
 
 def test_a_fork_needs_no_second_writer_of_its_origin() -> None:
@@ -82,14 +82,14 @@ def test_garbage_goes_as_far_as_no_entry_is_needed_and_it_is_said_why_the_rest_s
     journals = {path for path in store.objects if "/journal/" in path}
     garbage_found = collect_garbage(store, STAMP, deletes=False)
     assert (garbage_found[0].checkpoints, garbage_found[0].undecided_count) == ((1,), 0)
-    assert garbage_found[0].kept
-    assert "create-if-absent" in garbage_found[0].kept
+    assert garbage_found[0].kept_reason
+    assert "create-if-absent" in garbage_found[0].kept_reason
     assert collect_garbage(store, STAMP, deletes=True) == garbage_found
     assert len(store.objects) < len(scene.store.objects)
     assert {path for path in store.objects if "/journal/" in path} == journals
     remaining = collect_garbage(store, STAMP, deletes=False)[0]
     assert (remaining.checkpoints, remaining.orphan_count) == ((), 0)
-    assert remaining.kept
+    assert remaining.kept_reason
 
 
 def test_on_a_copy_that_has_create_if_absent_the_rest_goes() -> None:

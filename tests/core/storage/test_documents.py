@@ -37,7 +37,7 @@ from prefect_tune.core.storage.documents import (
     unseal,
     upgrade_document,
 )
-from prefect_tune.core.storage.generations import claim_name, end_generation, read_claiming_call
+from prefect_tune.core.storage.generations import claim_experiment, end_generation, read_claiming_call
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ListedObject
 from prefect_tune.core.values import WriteStamp, canonical_json, digest_of
@@ -460,14 +460,14 @@ def test_settings_without_a_signature_are_known() -> None:
 def test_the_first_call_has_the_name_and_each_repetition_of_it_has_it_again() -> None:
     store = MemoryStore()
     assert read_claiming_call(store, "run") is None
-    claims = [claim_name(store, "run", call) for call in ("one", "two", "one", "two")]
+    claims = [claim_experiment(store, "run", call) for call in ("one", "two", "one", "two")]
     assert claims == [True, False, True, False]
     assert read_claiming_call(store, "run") == "one"
 
 
 def test_the_name_of_a_deleted_experiment_is_free_and_was_in_use() -> None:
     store = MemoryStore()
-    claim_name(store, "run", "one")
+    claim_experiment(store, "run", "one")
     end_generation(store, JournalKey(experiment="run", generation=1), at="now", by="a test")
     assert read_claiming_call(store, "run") == ""
-    assert claim_name(store, "run", "two")
+    assert claim_experiment(store, "run", "two")

@@ -28,7 +28,7 @@ from prefect_tune.executors.remote_executor import RemoteSearchChannel
 from prefect_tune.journal_access import (
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    current_owner,
+    make_process_owner,
     read_experiment,
     read_experiment_id,
 )
@@ -82,7 +82,7 @@ def require_experiment(target: StorageTarget, key: JournalKey) -> None:
     """Acquire the experiment's journal if it has no owner yet: no trial has a journal before that."""
     if read_experiment_id(target, key) is None:
         acquire_and_adopt_with_retries(
-            target, key, OwnershipRequest(current_owner(), new_write_stamp(), lambda _: [CheckpointsAdopted()])
+            target, key, OwnershipRequest(make_process_owner(), new_write_stamp(), lambda _: [CheckpointsAdopted()])
         )
 
 

@@ -24,7 +24,7 @@ from prefect_tune.journal_access import (
     JournalWriter,
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    current_owner,
+    make_process_owner,
     write_entry_directly,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
@@ -63,7 +63,7 @@ class FarSearch:
         self.machines = FarMachines(is_detached=is_detached)
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = find_current_journal(store, "e")
-        request = OwnershipRequest(current_owner(), new_write_stamp())
+        request = OwnershipRequest(make_process_owner(), new_write_stamp())
         state = acquire_and_adopt_with_retries(target, key, request)
         self._journal_writer = JournalWriter(target, state, write_entry_directly)
         schedule = (scheduler or FIFO()).begin(_LOSS, 0)

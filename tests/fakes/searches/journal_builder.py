@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import make_clone_ref
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -52,7 +52,7 @@ class JournalBuilder:
     number: int = 1
 
     def __post_init__(self) -> None:
-        self.state: Experiment = empty_experiment(first_generation(self.name))
+        self.state: Experiment = make_empty_experiment(first_generation(self.name))
         self.view = SearchView(self.state.model_copy(update={"settings": self.settings}))
         self.change_owner()
         if self.settings:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from prefect_tune.blocks import LocalTarget, StorageTarget
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Event
 from prefect_tune.core.schedulers.base import FIFO
@@ -56,7 +56,7 @@ def make_pending_entry(
     period: timedelta = timedelta(0),
 ) -> PendingEntry:
     target = LocalTarget(path="/nowhere")
-    journal_writer = JournalWriter(target, empty_experiment(first_generation("e")), written)
+    journal_writer = JournalWriter(target, make_empty_experiment(first_generation("e")), written)
     return PendingEntry(journal_writer, policy, observer or SearchObserver(), period, BackgroundWorker(target))
 
 

@@ -15,8 +15,8 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.retention import Retention, checkpoints_to_retire
-from prefect_tune.core.experiment.stoppers import trial_stopper
+from prefect_tune.core.experiment.retention import Retention, find_checkpoints_to_retire
+from prefect_tune.core.experiment.stoppers import extract_trial_stopper
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -36,14 +36,14 @@ from prefect_tune.journal_access import (
     JournalWriter,
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    current_owner,
+    make_process_owner,
     write_entry_directly,
 )
 from prefect_tune.monitoring.search_observer import SearchObserver
 from prefect_tune.parameters.plan_checks import SearchLimits, make_trial_spec
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.tuner.driver import Driver
-from prefect_tune.tuner.run_search import make_policy
+from prefect_tune.tuner.run_search import make_search_policy
 from prefect_tune.tuner.stop_requests import StopSource
 from tests.fakes.searches.instant_executor import InstantExecutor, _Attempt
 
@@ -120,7 +120,7 @@ class _RetiringAttempt(_Attempt):
         self._retention = retention
 
     def retired_sequences(self, new: CheckpointRef) -> tuple[int, ...]:
-        return tuple(ref.sequence for ref in checkpoints_to_retire(self.state, new, self._retention))
+        return tuple(ref.sequence for ref in find_checkpoints_to_retire(self.state, new, self._retention))
 
 
 @dataclass
@@ -144,14 +144,16 @@ class PlannedSearch:
         options = {"space": SPACE, "metric": "loss", "num_samples": 9, "stop": {"step": STEPS}, **options}
         plan = SearchPlan(trainable="tests.trainables.moody:Moody", target=self.target, experiment=self.name, **options)
         key = JournalKey(experiment=self.name, generation=1)
-        state = acquire_and_adopt_with_retries(self.target, key, OwnershipRequest(current_owner(), new_write_stamp()))
+        state = acquire_and_adopt_with_retries(
+            self.target, key, OwnershipRequest(make_process_owner(), new_write_stamp())
+        )
         writer = JournalWriter(self.target, state, write)
         if plan.settings != state.settings:
             writer.write([ExperimentConfigured(settings=plan.settings)])
         driver = Driver(
-            make_trial_spec(plan, trial_stopper(plan.stopper)),
+            make_trial_spec(plan, extract_trial_stopper(plan.stopper)),
             SearchLimits(plan, self.slots, meets_stop_criterion=meets_stop_criterion),
-            make_policy(plan),
+            make_search_policy(plan),
             self.executor,
             writer,
             log=logging.getLogger("tests"),
@@ -170,7 +172,7 @@ class _InterruptOnly(StopSource):
 def make_remote_experiment(target: LocalTarget, *events: AttemptEvent) -> Experiment:
     """Return an experiment with one trial, whose first attempt has posted events that no search has received."""
     added = TrialAdded(trial="00000", config={"x": 0.5}, proposed_by_search=True)
-    request = OwnershipRequest(current_owner(), new_write_stamp())
+    request = OwnershipRequest(make_process_owner(), new_write_stamp())
     state = acquire_and_adopt_with_retries(target, JournalKey(experiment="e", generation=1), request)
     state = write_entry_directly(target, state, [added, AttemptLaunched(trial="00000", outbox=1)])
     trial = state.trial("00000")

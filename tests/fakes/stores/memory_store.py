@@ -30,7 +30,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         return True
 
     def create(self, path: str, data: Buffer) -> None:
@@ -99,7 +99,7 @@ class MemoryStore:
 
 
 class OneWriterStore(MemoryStore):
-    """The same store without atomic create-if-absent, as its `conditional_create` says."""
+    """The same store without atomic create-if-absent, as its `has_conditional_create` says."""
 
     @classmethod
     def holding(cls, objects: Mapping[str, bytes]) -> OneWriterStore:
@@ -108,7 +108,7 @@ class OneWriterStore(MemoryStore):
         return store
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         return False
 
 
@@ -128,8 +128,8 @@ class StoreWrapper:
         return operation()
 
     @property
-    def conditional_create(self) -> bool:
-        return self.inner.conditional_create
+    def has_conditional_create(self) -> bool:
+        return self.inner.has_conditional_create
 
     def create(self, path: str, data: Buffer) -> None:
         copy = bytes(data)

@@ -24,7 +24,7 @@ from prefect.states import Pending
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget, S3Target, StorageTarget
 from prefect_tune.deploy.deployment_specs import find_deployable_flows, make_experiment_spec
-from prefect_tune.deploy.deployments import Pool, deploy
+from prefect_tune.deploy.deployments import WorkPool, deploy
 from tests.fakes.untrusted import make_untrusted_target, write_settings
 from tests.flows.training import experiment_at
 
@@ -43,7 +43,7 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 def make_deployment(flow: str, name: str, parameters: Mapping[str, Any]) -> str:
     """Make a deployment for one experiment; return its full name."""
     spec = make_experiment_spec(find_deployable_flows([flow])[0], name, parameters, None)
-    return deploy([spec], Pool(name=POOL))[0].name
+    return deploy([spec], WorkPool(name=POOL))[0].name
 
 
 def create_run(client: SyncPrefectClient, name: str, **parameters: Any) -> FlowRun:

@@ -229,7 +229,7 @@ def test_a_run_that_has_not_begun_when_its_search_ends_is_cancelled_and_begun_as
     wait = start_attempt(spec, deployment)
     (run,) = api.runs.values()
     run.state = state
-    deployment.cancel_unstarted()
+    deployment.cancel_unstarted_attempts()
     wait()
     assert run.state.is_cancelled()
     start_attempt(spec)
@@ -254,7 +254,7 @@ def test_a_run_that_has_begun_is_waited_for_when_its_search_ends(
         run.state = Completed()
 
     monkeypatch.setattr(api, "sleep", end_run)
-    deployment.cancel_unstarted()
+    deployment.cancel_unstarted_attempts()
     wait()
     assert run.state.is_completed()
 

@@ -28,7 +28,7 @@ from prefect_tune.executors.trial_executor import AttemptExited
 from prefect_tune.journal_access import (
     OwnershipRequest,
     acquire_and_adopt_with_retries,
-    current_owner,
+    make_process_owner,
     write_entry_directly,
 )
 from tests.fakes.searches.planned_search import PlannedSearch, UnreliableExecutor, make_remote_experiment
@@ -292,7 +292,9 @@ def test_a_search_that_was_taken_over_ends_with_its_trials_though_one_waits_for_
     driver = start(0.5)
     driver.wait_until(lambda: len(acts_of(witness)) >= 2)
     acquire_and_adopt_with_retries(
-        local_target, JournalKey(experiment="e", generation=1), OwnershipRequest(current_owner(), new_write_stamp())
+        local_target,
+        JournalKey(experiment="e", generation=1),
+        OwnershipRequest(make_process_owner(), new_write_stamp()),
     )
     assert driver.wait(seconds=45)["error"] == "Superseded"
     driver.require_no_leftovers()

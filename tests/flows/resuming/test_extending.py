@@ -11,7 +11,7 @@ from prefect import flow, task
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.journal_access import read_experiment_to_resume
 from prefect_tune.parameters.plan_checks import with_added_samples
@@ -32,7 +32,7 @@ def make_plan(**options: Any) -> SearchPlan:
 def begin_experiment(**options: Any) -> Experiment:
     """Return an experiment after a run without `samples_per_run`."""
     event = ExperimentConfigured(settings=make_plan(**options).settings)
-    return apply_events(empty_experiment(first_generation("nightly")), [event])
+    return apply_events(make_empty_experiment(first_generation("nightly")), [event])
 
 
 def add_run(state: Experiment, run_id: str, **options: Any) -> Experiment:
@@ -50,7 +50,7 @@ def num_samples_of(state: Experiment) -> object:
 
 
 def test_each_run_adds_its_samples_and_a_run_that_starts_again_adds_none() -> None:
-    state = empty_experiment(first_generation("nightly"))
+    state = make_empty_experiment(first_generation("nightly"))
     for run_id, expected in (("a", 5), ("a", 5), ("b", 10), ("a", 10), ("b", 10), ("c", 15)):
         state = add_run(state, run_id, samples_per_run=5)
         assert num_samples_of(state) == expected
@@ -87,7 +87,7 @@ def trial_count_of(state: Experiment, **options: Any) -> int | None:
 
 @pytest.mark.parametrize("search", UNLIMITED_SEARCHES)
 def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: object) -> None:
-    state = empty_experiment(first_generation("grid"))
+    state = make_empty_experiment(first_generation("grid"))
     for run_id in ("a", "b", "c"):
         assert trial_count_of(state, search=search, **GRID) == 3
         state = add_run(state, run_id, search=search, **GRID)
@@ -101,7 +101,7 @@ def test_a_grid_alone_is_tried_once_today_and_again_whenever_it_goes_on(search: 
 def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_goes_on(search: object) -> None:
     written = make_plan(search=search, **GRID).settings
     assert "num_samples" not in written
-    state = apply_events(empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
+    state = apply_events(make_empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=written)])
     resumed, _ = with_added_samples(
         plan_from_settings(state.settings, {"target": "/runs"}, {}), state, _fail_on_request
     )
@@ -115,28 +115,28 @@ def test_a_grid_that_was_begun_when_ten_were_the_default_keeps_them_whenever_it_
 @pytest.mark.parametrize("options", [{"num_samples": 4}, {"search": {"RandomSearch": {"num_samples": 4}}}])
 def test_a_number_that_is_given_holds_for_a_grid_alone(options: Any) -> None:
     old = apply_events(
-        empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=make_plan(**GRID).settings)]
+        make_empty_experiment(first_generation("grid")), [ExperimentConfigured(settings=make_plan(**GRID).settings)]
     )
-    for state in (empty_experiment(first_generation("grid")), old):
+    for state in (make_empty_experiment(first_generation("grid")), old):
         assert trial_count_of(state, **GRID, **options) == 12
 
 
 def test_a_grid_beside_something_drawn_is_tried_ten_times_as_ever() -> None:
     space = {"row": pt.grid_search([1, 2, 3]), "x": pt.uniform(0, 1)}
-    state = add_run(empty_experiment(first_generation("grid")), "a", space=space)
+    state = add_run(make_empty_experiment(first_generation("grid")), "a", space=space)
     assert "num_samples" not in state.settings
     assert trial_count_of(state, space=space) == 30
 
 
 def test_a_run_that_adds_nothing_asks_for_what_it_says_as_ever() -> None:
-    state = add_run(empty_experiment(first_generation("nightly")), "a", samples_per_run=5)
+    state = add_run(make_empty_experiment(first_generation("nightly")), "a", samples_per_run=5)
     plan, extensions = with_added_samples(make_plan(num_samples=3), state, _fail_on_request)
     assert (plan.num_samples, extensions) == (3, {})
 
 
 @pytest.mark.parametrize("before", [{"num_samples": -1}, {"search": {"RandomSearch": {"num_samples": -1}}}])
 def test_what_has_no_end_is_not_extended(before: Mapping[str, Any]) -> None:
-    state = apply_events(empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
+    state = apply_events(make_empty_experiment(first_generation("nightly")), [ExperimentConfigured(settings=before)])
     with pytest.raises(pt.InvalidInput, match="samples_per_run: experiment 'nightly' has no fixed number of samples"):
         with_added_samples(make_plan(samples_per_run=5), state, lambda: "a")
 

@@ -14,10 +14,10 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import CheckpointNotFound
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import live_checkpoint_keys
+from prefect_tune.core.experiment.trial_transitions import list_live_checkpoint_keys
 from prefect_tune.core.journal_events import ExperimentConfigured
-from prefect_tune.core.operations.scrub import quarantine
-from prefect_tune.parameters.argument_checks import source_digest
+from prefect_tune.core.operations.scrub import quarantine_in_journal
+from prefect_tune.parameters.argument_checks import compute_source_digest
 from prefect_tune.storage_retries import READ_TIMEOUT
 from tests.fakes.checkpoints import read_files
 from tests.fakes.searches.failed_searches import results_of_failed
@@ -116,9 +116,9 @@ def test_a_fork_of_a_trial_whose_checkpoints_are_all_quarantined_says_so_once(
 ) -> None:
     run_search(local_target, num_samples=1, callbacks=[Diary()])
     (trial,) = (state := experiment_at(local_target, "old")).trials.values()
-    damaged = dict.fromkeys(live_checkpoint_keys(state.trial_key(trial.id), trial), "damaged")
+    damaged = dict.fromkeys(list_live_checkpoint_keys(state.trial_key(trial.id), trial), "damaged")
     with local_target.open(timeout=READ_TIMEOUT) as store:
-        quarantine(store, state.key, damaged, new_write_stamp())
+        quarantine_in_journal(store, state.key, damaged, new_write_stamp())
     new = pt.resume("old", target=local_target, fork="new", stop={"step": 4})
     assert [trial.step for trial in new.trials.values()] == [4]
     message = f"trial {trial.id}: all {len(damaged)} of its checkpoints are quarantined\n"  # it has ended
@@ -258,9 +258,13 @@ def test_a_changed_trainable_is_refused_where_that_is_asked(local_target: LocalT
 
 
 def test_the_source_is_the_same_by_name_and_by_object() -> None:
-    assert source_digest(Moody) == source_digest("tests.trainables.moody:Moody") != ""
-    assert source_digest(train) == source_digest("tests.trainables.moody:train") != source_digest(Moody)
-    assert source_digest("tests.trainables.moody:nothing") == source_digest(len) == ""
+    assert compute_source_digest(Moody) == compute_source_digest("tests.trainables.moody:Moody") != ""
+    assert (
+        compute_source_digest(train)
+        == compute_source_digest("tests.trainables.moody:train")
+        != compute_source_digest(Moody)
+    )
+    assert compute_source_digest("tests.trainables.moody:nothing") == compute_source_digest(len) == ""
 
 
 # A run whose parameters do not fit the experiment is refused; a running owner is not disturbed.
@@ -354,7 +358,7 @@ def test_objects_with_an_import_path_are_resumed_by_name(
     assert [(trial.status, trial.step) for trial in resumed.trials.values()] == [("completed", 2)] * 5
     assert not any("has changed" in record.message for record in caplog.records)
     # An experiment that was begun with an object without a path resumes with the object, and then by name.
-    monkeypatch.setattr("prefect_tune.parameters.search_plan.importable_name_of", lambda _: None)
+    monkeypatch.setattr("prefect_tune.parameters.search_plan.find_import_name", lambda _: None)
     run_search(local_target, "earlier", num_samples=1, trainable=DigitsTable)
     monkeypatch.undo()
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):

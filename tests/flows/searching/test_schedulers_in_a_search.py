@@ -12,7 +12,7 @@ import pytest
 
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, apply_event, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, apply_event, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Status, newest_checkpoint
 from prefect_tune.core.journal_events import (
     Cause,
@@ -269,7 +269,7 @@ def is_stopped(*events: Event) -> bool:
     return state.trial("t").policy_events[-1].stopped
 
 
-EMPTY = empty_experiment(first_generation("e"))
+EMPTY = make_empty_experiment(first_generation("e"))
 
 
 def test_what_optuna_proposes_beside_a_scheduler_is_the_same_in_one_run_and_in_three(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import prefect_tune as pt
 from prefect_tune.blocks import LocalTarget
-from prefect_tune.core.experiment.experiment import Experiment, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.journal_events import Cause, DecisionMade, Event, ExperimentConfigured, TrialAdded, TrialErrored
 from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.plan_checks import (
@@ -45,7 +45,7 @@ def make_experiment(plan: SearchPlan, *events: Event) -> Experiment:
         for n in range(3)
     ]
     return apply_events(
-        empty_experiment(first_generation("e")), [ExperimentConfigured(settings=plan.settings), *added, *events]
+        make_empty_experiment(first_generation("e")), [ExperimentConfigured(settings=plan.settings), *added, *events]
     )
 
 
@@ -132,7 +132,7 @@ def test_another_space_under_the_same_name_is_reported(caplog: pytest.LogCapture
     state = make_experiment(make_plan())
     warn_of_space_change(state, make_plan(), LOG)
     warn_of_space_change(state, make_plan(space={"x": {"uniform": [0, 1]}}), LOG)
-    warn_of_space_change(empty_experiment(first_generation("e")), make_plan(), LOG)
+    warn_of_space_change(make_empty_experiment(first_generation("e")), make_plan(), LOG)
     assert caplog.messages == []
     other = {"x": pt.uniform(0, 2)}
     warn_of_space_change(state, make_plan(space=other), LOG)

@@ -174,7 +174,7 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
 ) -> None:
     path = str(target / KEY.folder)
     factories = {"path": lambda: pt.Checkpoint(path), "uri": lambda: pt.Checkpoint(f"file://{path}")}
-    factories["given"] = lambda: pt.Checkpoint._on_target(TargetOpener(target), target.as_uri(), KEY)
+    factories["given"] = lambda: pt.Checkpoint._from_target(TargetOpener(target), target.as_uri(), KEY)
     with factories[how]().as_directory() as directory:
         assert read_files(directory) == FILES
     assert not Path(directory).exists()
@@ -182,7 +182,7 @@ def test_a_committed_checkpoint_is_lent_whole_and_removed_afterwards(
 
 
 def test_one_of_a_block_prints_and_pickles_like_any_other(target: Path) -> None:
-    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._on_target(TargetOpener(target), "s3://bucket/runs", KEY)))
+    checkpoint = pickle.loads(pickle.dumps(pt.Checkpoint._from_target(TargetOpener(target), "s3://bucket/runs", KEY)))
     assert repr(checkpoint) == f"Checkpoint(filesystem=s3, path=bucket/runs/{KEY.folder})"
     with checkpoint.as_directory() as directory:
         assert read_files(directory) == FILES

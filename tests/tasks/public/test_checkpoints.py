@@ -206,7 +206,7 @@ def test_a_directory_with_other_content_is_not_touched(caller: Caller, tmp_path:
 
 def read_losses(caller: Caller) -> dict[int, object]:
     """Return the learning curve that results and the report use."""
-    reports = LearningCurves(read_entries(caller.bucket, first_generation("e"))).curve_of("trial")
+    reports = LearningCurves(read_entries(caller.bucket, first_generation("e"))).get_curve("trial")
     return {report.step: report.metrics["loss"] for report in reports}
 
 

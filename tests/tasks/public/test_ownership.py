@@ -11,12 +11,12 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import ownership
 from prefect_tune.attempt.commit_worker import make_commit_events
-from prefect_tune.core.experiment.experiment import empty_experiment
+from prefect_tune.core.experiment.experiment import make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal.journal import read_earlier_owners
 from prefect_tune.core.journal_events import Owner, TrialAdded
 from prefect_tune.core.operations.delete_experiment import delete_generation
-from prefect_tune.core.operations.scrub import quarantine
+from prefect_tune.core.operations.scrub import quarantine_in_journal
 from prefect_tune.core.storage.generations import find_current_generation, find_current_journal
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import WriteStamp
@@ -155,7 +155,7 @@ def test_tasks_in_several_processes_of_one_run_write_beside_each_other(caller: C
 
 def test_two_tasks_that_open_the_experiment_at_once_open_it_once(caller: Caller) -> None:
     caller.save_checkpoint(1)
-    nothing, read = empty_experiment(first_generation("e")), read_experiment_raising_refusals
+    nothing, read = make_empty_experiment(first_generation("e")), read_experiment_raising_refusals
     answers = iter([nothing])  # this task read the journal before the other task opened it
     caller.patch.setattr(
         ownership, "read_experiment_raising_refusals", lambda *arguments: next(answers, None) or read(*arguments)
@@ -276,7 +276,7 @@ def test_a_save_during_which_a_checkpoint_was_quarantined_is_never_adopted(calle
         if len(tries) == 2:
             raise Crash
         journal, stamp = trial_key.journal_key, WriteStamp(write_id="guest", at="now")
-        quarantine(caller.bucket, journal, {first: "bad"}, stamp)
+        quarantine_in_journal(caller.bucket, journal, {first: "bad"}, stamp)
         return make_commit_events(*arguments)
 
     caller.patch.setattr(checkpoints, "make_commit_events", quarantine_first)

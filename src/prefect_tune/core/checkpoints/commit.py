@@ -58,7 +58,7 @@ from prefect_tune.core.checkpoints.manifest import (
     NullSink,
     RangeRead,
     StagedDirectory,
-    blob_digest,
+    compute_blob_digest,
     fetch_chunks,
     pack_ranges,
     plan_reads,
@@ -77,7 +77,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.reasons import Reason
 from prefect_tune.core.storage.documents import Document, read_sealed, seal, seal_and_read_back
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
 from prefect_tune.core.values import Digest, digest_of
 
 
@@ -194,7 +194,7 @@ def commit_checkpoint(
         uploaded |= _collect_sent_sizes(groups)
         manifest = Manifest(**_make_layout_fields(key, source, groups), metadata=metadata)
     source.require_unchanged()
-    require_stored(store, key.trial.blobs_folder, uploaded)
+    require_blobs_stored(store, key.trial.blobs_folder, uploaded)
     stored = publish_manifest(store, key, finalize_manifest(manifest) if finalize_manifest else manifest)
     damaged = {failed.path: failed.reason for failed in unverified.values() if failed.is_damaged}
     return SaveResult(stored, sum(uploaded.values()), damaged)
@@ -219,7 +219,7 @@ def _store_group(
             end += piece.length
     if not new_chunks:
         return _StoredGroup(tuple(chunks), None)
-    digest = blob_digest((digest, piece.length) for piece, digest, _ in new_chunks)
+    digest = compute_blob_digest((digest, piece.length) for piece, digest, _ in new_chunks)
     path = reuse.blobs.get(digest)
     uploaded = None
     if path is None or reuse.sizes[path] != end:
@@ -234,7 +234,7 @@ def _collect_sent_sizes(groups: Iterable[_StoredGroup]) -> dict[str, int]:
     return dict(group.uploaded for group in groups if group.uploaded)
 
 
-def require_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int]) -> None:
+def require_blobs_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int]) -> None:
     """Require that every uploaded blob in `folder` has its full size: a successful reply of the client is no proof.
 
     Raises:
@@ -270,10 +270,10 @@ def _make_layout_fields(key: CheckpointKey, source: StagedDirectory, groups: Ite
         chunks = tuple(chunk for _, chunk in sorted(chunks_of_file.get(index, []), key=lambda entry: entry[0]))
         files.append(FileRef(path=file.path, size_bytes=file.size_bytes, mode=file.mode, chunks=chunks))
     empty = tuple(source.empty_directories)
-    return {**key_fields(key), "blobs": tuple(refs), "files": tuple(files), "empty_directories": empty}
+    return {**make_key_fields(key), "blobs": tuple(refs), "files": tuple(files), "empty_directories": empty}
 
 
-def key_fields(key: CheckpointKey) -> dict[str, Any]:
+def make_key_fields(key: CheckpointKey) -> dict[str, Any]:
     """Return the fields of `FileLayout` that name the checkpoint."""
     return {**key.trial.model_dump(), "step": key.step, "sequence": key.sequence}
 
@@ -286,7 +286,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
         CommitUnknown: the target did not say whether it wrote, and could not be read back.
     """
     try:
-        create_or_recognize(store, key.manifest_path, seal(manifest))
+        create_idempotently(store, key.manifest_path, seal(manifest))
     except AlreadyExists as exists:
         stored = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
         if stored is None or stored.metadata.write_id != manifest.metadata.write_id:
@@ -403,7 +403,7 @@ def send_files(store: ObjectStore, key: CheckpointKey, source: StagedDirectory, 
     batches = pack_ranges(split_files(source.files))
     groups = list(store.map(lambda group: _store_group(store, key, source, group, reuse), batches))
     source.require_unchanged()
-    require_stored(store, key.trial.blobs_folder, _collect_sent_sizes(groups))
+    require_blobs_stored(store, key.trial.blobs_folder, _collect_sent_sizes(groups))
     return _make_layout_fields(key, source, groups)
 
 
@@ -421,13 +421,13 @@ def send_part(
 
 def send_part_failure(store: ObjectStore, key: CheckpointKey, sender: PartSender, reason: str) -> None:
     """Tell node 0 why a node cannot add its part. Raises like `send_part`."""
-    _create_part(store, key, sender, {**key_fields(key), "blobs": (), "files": (), "failed": reason})
+    _create_part(store, key, sender, {**make_key_fields(key), "blobs": (), "files": (), "failed": reason})
 
 
 def _create_part(store: ObjectStore, key: CheckpointKey, sender: PartSender, fields: Mapping[str, Any]) -> None:
     nodes, node, term = sender
     part = StoredPart(**fields, term=term, attempt=nodes.attempt, node=node)
-    create_or_recognize(store, nodes.part_path(key, node), seal(part))
+    create_idempotently(store, nodes.part_path(key, node), seal(part))
 
 
 def merge_parts(store: ObjectStore, wanted: ExpectedParts, manifest: Manifest) -> Manifest:
@@ -451,7 +451,7 @@ def merge_parts(store: ObjectStore, wanted: ExpectedParts, manifest: Manifest) -
         if pending and not wait():
             raise PartMissing(f"node {', '.join(map(str, pending))} did not add its part in time")
     sizes = {part.blob_path(index): blob.size_bytes for part in parts.values() for index, blob in enumerate(part.blobs)}
-    require_stored(store, manifest.key.trial.blobs_folder, sizes)
+    require_blobs_stored(store, manifest.key.trial.blobs_folder, sizes)
     return _add_parts_to_manifest(manifest, [parts[node] for node in sorted(parts)])
 
 

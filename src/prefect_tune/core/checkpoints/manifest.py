@@ -28,7 +28,7 @@ from prefect_tune.core.storage.layout import (
     document_number,
     document_path,
 )
-from prefect_tune.core.storage.object_store import ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
 from prefect_tune.core.values import Digest, StepReport, Value, digest_of
 
 # A directory's bytes as chunks and blobs: large files are split, small files are packed together.
@@ -100,7 +100,7 @@ def pack_ranges(ranges: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> It
         yield tuple(group)
 
 
-def blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
+def compute_blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     """Return the digest that names a blob: BLAKE3 over the `digest:length` lines of its chunks.
 
     So the bytes are hashed only once, chunk by chunk, and yet the name depends on every byte.
@@ -364,7 +364,7 @@ def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] |
     return dict(newest[1].metadata) if newest else None
 
 
-def revise_metadata(
+def update_metadata(
     store: ObjectStore,
     folder: str,
     change: Callable[[Mapping[str, object]], Mapping[str, object]],
@@ -389,7 +389,7 @@ def revise_metadata(
         latest, current = (newest[0], newest[1].metadata) if newest else (0, initial)
         revision = _MetadataVersion(write_id=write_id, metadata=normalize_metadata(change(current)))
         try:
-            create_or_recognize(store, document_path(folder, latest + 1), seal(revision))
+            create_idempotently(store, document_path(folder, latest + 1), seal(revision))
         except AlreadyExists:
             continue  # another writer was faster: apply the change to its version
         except CommitUnknown as outcome:

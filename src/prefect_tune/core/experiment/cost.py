@@ -24,13 +24,13 @@ from typing import Self
 
 from prefect_tune.core.display_text import format_seconds, pluralize
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import Phase, Trial, unsaved_seconds
+from prefect_tune.core.experiment.trial_transitions import Phase, Trial, compute_unsaved_seconds
 from prefect_tune.core.page_elements import Table, Text, render_notebook_cell
 from prefect_tune.core.usage_records import AttemptRecord, AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
 from prefect_tune.core.values import parse_time
 
 
-class Category(StrEnum):
+class CostCategory(StrEnum):
     """What a second of a slot was used for; `meaning` explains it to users."""
 
     meaning: str
@@ -56,7 +56,7 @@ class Category(StrEnum):
         return self.name.lower()
 
 
-_MEASURED_CATEGORIES = tuple(category for category in Category if category.key in PhaseSeconds.model_fields)
+_MEASURED_CATEGORIES = tuple(category for category in CostCategory if category.key in PhaseSeconds.model_fields)
 """The categories that an attempt measures itself."""
 
 
@@ -68,7 +68,7 @@ class AttemptCost:
     attempt: int
     began_at: datetime
     """When it got its slot; if that is unknown, when it began."""
-    seconds: Mapping[Category, float]
+    seconds: Mapping[CostCategory, float]
     """The seconds of each category except idle."""
     usage: AttemptUsage | None
     """The processor and memory usage of the attempt; None if it is running or was lost."""
@@ -103,7 +103,7 @@ class ExperimentCost:
     runs: Sequence[RunCost]
     attempts: Sequence[AttemptCost]
     """Grouped by trial, in the order in which the trials were added."""
-    seconds: Mapping[Category, float]
+    seconds: Mapping[CostCategory, float]
     """The seconds of slots in each category; their sum is `slot_seconds`."""
 
     @property
@@ -124,14 +124,14 @@ class ExperimentCost:
     def _repr_html_(self) -> str:
         total = self.slot_seconds or 1.0
         rows = [
-            (str(category), format_seconds(seconds), format_share(seconds / total), category.meaning)
+            (str(category), format_seconds(seconds), format_percentage(seconds / total), category.meaning)
             for category, seconds in self.seconds.items()
             if seconds / total >= _MIN_LISTED_SHARE
         ]
         sentence = format_cost(self) or "no slot was held yet"
         return render_notebook_cell(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
-    def attempts_by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
+    def group_attempts_by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
         """Return the attempts by trial. Trials without attempts are left out."""
         attempts: dict[str, list[AttemptCost]] = {}
         for attempt in self.attempts:
@@ -139,7 +139,7 @@ class ExperimentCost:
         return attempts
 
 
-_HELD_CATEGORIES = tuple(category for category in Category if category is not Category.IDLE)
+_HELD_CATEGORIES = tuple(category for category in CostCategory if category is not CostCategory.IDLE)
 
 
 def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
@@ -151,12 +151,14 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
     """
     runs = _compute_run_spans(experiment, until)
     attempts = [cost for trial in experiment.trials.values() for cost in _iter_attempt_costs(trial, runs, until)]
-    seconds: Counter[Category] = Counter()
+    seconds: Counter[CostCategory] = Counter()
     for attempt in attempts:
         seconds.update(attempt.seconds)
     run_costs = [RunCost(run.begin, (run.end - run.begin).total_seconds(), run.slots) for run in runs]
     idle = sum(max(0.0, (run.slots or 0) * run.seconds - _sum_busy_seconds(run, attempts)) for run in run_costs)
-    return ExperimentCost(run_costs, attempts, {key: seconds[key] for key in _HELD_CATEGORIES} | {Category.IDLE: idle})
+    return ExperimentCost(
+        run_costs, attempts, {key: seconds[key] for key in _HELD_CATEGORIES} | {CostCategory.IDLE: idle}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +232,7 @@ def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime)
         is_bounded = slot_at is None and first != began
         first = max(first, free_at or first)
         if is_running:
-            newest = record.seconds.add_seconds("training", unsaved_seconds(trial, trial.trained_seconds))
+            newest = record.seconds.add_seconds("training", compute_unsaved_seconds(trial, trial.trained_seconds))
             record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  includes its newest report
             free_at = max(until, _add_seconds(began or first, record.seconds.total))
         else:
@@ -265,22 +267,22 @@ def _compute_slot_end(
 
 def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
-) -> Mapping[Category, float]:
+) -> Mapping[CostCategory, float]:
     """Return the seconds in a slot by category: measured seconds, `seconds_before` as start, the rest by likely use."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
-    seconds[Category.START] += seconds_before
+    seconds[CostCategory.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
     has_trained = record.seconds.start > 0  # set by a commit; without one, the end of its start is unknown
     if record.usage is not None:
-        rest_category = Category.ENDING
+        rest_category = CostCategory.ENDING
     elif not has_trained:
-        rest_category = Category.START
+        rest_category = CostCategory.START
     else:
-        rest_category = Category.TRAINING if is_running else Category.LOST
+        rest_category = CostCategory.TRAINING if is_running else CostCategory.LOST
     if record.is_lost:
-        seconds[Category.LOST] = max(0.0, record.seconds.training - record.saved_seconds)
-        seconds[Category.TRAINING] -= seconds[Category.LOST]
+        seconds[CostCategory.LOST] = max(0.0, record.seconds.training - record.saved_seconds)
+        seconds[CostCategory.TRAINING] -= seconds[CostCategory.LOST]
     if rest >= 0:
         return seconds | {rest_category: seconds[rest_category] + rest}
     measured_seconds = sum(seconds.values())  # more than the slot had: clocks differ, or the slot was freed early
@@ -310,9 +312,9 @@ def format_cost(cost: ExperimentCost) -> str:
     if not cost.attempts or not cost.slot_seconds:
         return ""
     shares = {category: seconds / cost.slot_seconds for category, seconds in cost.seconds.items()}
-    training_share = format_share(shares.pop(Category.TRAINING))
+    training_share = format_percentage(shares.pop(CostCategory.TRAINING))
     losses = sorted((loss for loss in shares.items() if loss[1] >= _MIN_LISTED_SHARE), key=lambda loss: -loss[1])
-    loss_list = ", ".join(f"{category} {format_share(share)}" for category, share in losses[:MAX_LISTED_LOSSES])
+    loss_list = ", ".join(f"{category} {format_percentage(share)}" for category, share in losses[:MAX_LISTED_LOSSES])
     label = "the largest losses" if len(losses) > 1 else "the only loss"
     counts = {run.slots for run in cost.runs}
     (count,) = counts if len(counts) == 1 else (None,)
@@ -323,6 +325,6 @@ def format_cost(cost: ExperimentCost) -> str:
     return f"{training_share} of {slots} was training" + (f"; {label}: {loss_list}" if loss_list else "")
 
 
-def format_share(share: float) -> str:
+def format_percentage(share: float) -> str:
     """Return a share as a percentage: `9 %`."""
     return f"{100 * share:.0f} %"

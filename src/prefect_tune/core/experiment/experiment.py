@@ -15,7 +15,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
     Clone,
     Phase,
-    PolicyEvent,
+    ReplayEvent,
     Trial,
     apply_adoption,
     apply_fork,
@@ -173,7 +173,7 @@ class Experiment(Value):
         return self.trials[trial]
 
 
-def empty_experiment(journal: JournalKey) -> Experiment:
+def make_empty_experiment(journal: JournalKey) -> Experiment:
     """Return the experiment of an empty journal; a new experiment starts from it."""
     return Experiment(key=journal)
 
@@ -255,7 +255,7 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case TrialAdded():
             if event.trial in experiment.trials:
                 raise IllegalTransition(f"trial {event.trial!r} was already added")
-            past = PolicyEvent(order=experiment.policy_event_count + 1, kind="added")
+            past = ReplayEvent(order=experiment.policy_event_count + 1, kind="added")
             fields = event.model_dump(include={"config", "fingerprint", "proposed_by_search"})
             trial = Trial.model_validate({"id": event.trial, **fields, "policy_events": (past,)})
             return _replace_trial(experiment, trial, policy_event_count=past.order)
@@ -323,16 +323,16 @@ def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Wri
     return _replace_trial(experiment, trial, **changes)
 
 
-def _make_replay_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> PolicyEvent | None:
+def _make_replay_event(order: int, before: Trial, event: AnyTrialEvent, changed: Trial) -> ReplayEvent | None:
     match event:
         case DecisionMade(report=report, decision=decision):
-            return PolicyEvent(order=order, kind="decided", report=report, decision=decision)
+            return ReplayEvent(order=order, kind="decided", report=report, decision=decision)
         case TrialResumed():
-            return PolicyEvent(order=order, kind="resumed")
+            return ReplayEvent(order=order, kind="resumed")
         case TrialRequeued() if before.phase in ENDED_PHASES:
-            return PolicyEvent(order=order, kind="added")
+            return ReplayEvent(order=order, kind="added")
         case _ if changed.phase in ENDED_PHASES and before.phase not in ENDED_PHASES:
-            return PolicyEvent(
+            return ReplayEvent(
                 order=order,
                 kind="ended",
                 report=last_report(changed) if changed.step else None,

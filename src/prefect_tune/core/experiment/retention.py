@@ -95,7 +95,7 @@ class Retention(Value):
         return self.last is None and self.best is None and self.every is None
 
 
-def sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
+def find_sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
@@ -108,15 +108,15 @@ def sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention)
     return tuple(ref.sequence for ref in checkpoints if ref.sequence not in kept)
 
 
-def checkpoints_to_retire(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
+def find_checkpoints_to_retire(trial: Trial, new: CheckpointRef, policy: Retention) -> Sequence[CheckpointRef]:
     """Return the checkpoints of `trial` that the commit of `new` retires: live ones, then quarantined ones."""
     live = (*trial.checkpoints, new)
-    sequences = sequences_to_retire(live, policy)
-    quarantined = quarantined_to_retire(trial.quarantined_checkpoints, live, policy)
+    sequences = find_sequences_to_retire(live, policy)
+    quarantined = find_quarantined_to_retire(trial.quarantined_checkpoints, live, policy)
     return [*(ref for ref in live if ref.sequence in sequences), *quarantined]
 
 
-def quarantined_to_retire(
+def find_quarantined_to_retire(
     quarantined: Sequence[QuarantinedCheckpoint], checkpoints: Sequence[CheckpointRef], policy: Retention
 ) -> Sequence[CheckpointRef]:
     """Return the quarantined checkpoints that `policy` would retire if they were among the live `checkpoints`.
@@ -127,6 +127,6 @@ def quarantined_to_retire(
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []
     refs = [item.checkpoint for item in quarantined]
-    sequences = sequences_to_retire(sorted((*checkpoints, *refs), key=lambda ref: ref.sequence), policy)
+    sequences = find_sequences_to_retire(sorted((*checkpoints, *refs), key=lambda ref: ref.sequence), policy)
     limit = checkpoints[-(policy.last or 1)].sequence
     return [ref for ref in refs if ref.sequence in sequences and ref.sequence < limit]

@@ -254,10 +254,10 @@ def _as_timedelta(value: object, where: str) -> timedelta:
     raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {short_repr(value)}")
 
 
-def metric_limits(stopper: Stopper) -> Mapping[str, float]:
+def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
     """Return the limits by metric, at or above which the stopper stops; `step` means the step's number."""
     if isinstance(stopper, AnyOf):
-        return {name: limit for part in stopper.stoppers for name, limit in metric_limits(part).items()}
+        return {name: limit for part in stopper.stoppers for name, limit in collect_metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
 
 
@@ -359,7 +359,7 @@ class ExperimentStopper(Stopper):
         """
 
 
-def trial_stopper(stopper: Stopper) -> Stopper:
+def extract_trial_stopper(stopper: Stopper) -> Stopper:
     """Return the part of `stopper` that stops single trials."""
     parts = [part for part in _flatten(stopper) if not isinstance(part, ExperimentStopper)]
     if len(parts) < 2:
@@ -367,7 +367,7 @@ def trial_stopper(stopper: Stopper) -> Stopper:
     return AnyOf(tuple(parts))
 
 
-def experiment_stoppers(stopper: Stopper) -> Sequence[ExperimentStopper]:
+def extract_experiment_stoppers(stopper: Stopper) -> Sequence[ExperimentStopper]:
     """Return the parts of `stopper` that stop the experiment."""
     return [part for part in _flatten(stopper) if isinstance(part, ExperimentStopper)]
 

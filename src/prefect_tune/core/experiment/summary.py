@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast, get_args
 from prefect_tune.core.display_text import first_line, format_size, pluralize, shorten
 from prefect_tune.core.errors import BadMetric, InvalidInput
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import PolicyEvent, Status, Trial, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ReplayEvent, Status, Trial, newest_checkpoint
 from prefect_tune.core.journal_events import AttemptStarted, CheckpointCloned, Entry, Event, StepReported, TrialAdded
 from prefect_tune.core.page_elements import Cell, Code, Table, Text, Verbatim, make_values_table, render_notebook_cell
 from prefect_tune.core.schedulers.base import Continue
@@ -91,7 +91,7 @@ def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective)
     return [ref for ref, _ in sort_by_losses((ref, compute_losses(ref.metrics, objective)) for ref in checkpoints)]
 
 
-def pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
+def find_pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
     """Return the Pareto front: items that no other item dominates (is as good in every metric, and better in one).
 
     Equal items are all on the front. The front is sorted by the first metric, best first.
@@ -132,7 +132,7 @@ def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecor
     return exploits
 
 
-def config_of_checkpoint(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
+def find_checkpoint_config(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
     """Return a trial's configuration at the checkpoint with this sequence, which may be before or after exploits.
 
     A clone has the configuration with which the trial continues from it.
@@ -184,7 +184,7 @@ class LearningCurves:
             case _:
                 pass
 
-    def curve_of(self, trial: str) -> Sequence[StepReport]:
+    def get_curve(self, trial: str) -> Sequence[StepReport]:
         """Return the reports of a trial, by step; empty if it has none."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
@@ -196,12 +196,12 @@ _MASK = "********"
 _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
-def is_search(state: Experiment) -> bool:
+def may_have_several_trials(state: Experiment) -> bool:
     """Return whether `state` may have several trials; an experiment of `durable_trainable` has one, and no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
-def experiment_kind(state: Experiment) -> str:
+def get_experiment_kind(state: Experiment) -> str:
     """Return "search" or "training"; the trials in a user's own flow are a training."""
     was_proposed = any(trial.proposed_by_search for trial in state.trials.values())
     return "search" if state.settings or was_proposed else "training"
@@ -326,7 +326,7 @@ def format_trial_html(trial: Trial) -> str:
     )
 
 
-def _describe_replay_event(event: PolicyEvent) -> str:
+def _describe_replay_event(event: ReplayEvent) -> str:
     prefix = f"step {event.report.step}: " if event.report else ""
     if event.kind == "decided" and event.decision is not None:
         decision = event.decision

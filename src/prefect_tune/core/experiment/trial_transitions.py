@@ -91,7 +91,7 @@ _STATUS_OF_FINISH_KIND: Mapping[FinishKind | None, Status] = {
 }
 
 
-class PolicyEvent(Value):
+class ReplayEvent(Value):
     """An event that a resume replays to the search and the scheduler; `order` numbers the events of all trials."""
 
     order: int
@@ -198,7 +198,7 @@ class Trial(RenamedMembers, Value):
     """The configuration with which it was added, if it has exploited another trial since; None otherwise."""
     pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
-    policy_events: tuple[PolicyEvent, ...] = ()
+    policy_events: tuple[ReplayEvent, ...] = ()
     """The events that a resume replays to search and scheduler, oldest first."""
     attempt_records: tuple[AttemptRecord, ...] = ()
     """The time and resources of each attempt, oldest first; see `cost.compute_cost`."""
@@ -267,18 +267,18 @@ def newest_checkpoint_key(folder: TrialKey, trial: Trial) -> CheckpointKey | Non
     return folder.checkpoint_key(newest) if newest else None
 
 
-def unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
+def compute_unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
     """Return the part of `trained_seconds` after the newest checkpoint."""
     newest = newest_checkpoint(trial)
     return max(0.0, trained_seconds - (newest.trained_seconds if newest else 0.0))
 
 
-def clonable_checkpoint(trial: Trial, last_step: int | None = None) -> CheckpointRef | None:
+def find_clonable_checkpoint(trial: Trial, max_steps: int | None = None) -> CheckpointRef | None:
     """Return the newest checkpoint from which a clone can train at least one more step; None if there is none.
 
-    `last_step` is the maximum step of a trial; None if unknown.
+    `max_steps` is the maximum step of a trial; None if unknown.
     """
-    limits = [] if last_step is None else [last_step]
+    limits = [] if max_steps is None else [max_steps]
     if trial.status is Status.COMPLETED:
         limits.append(trial.step)
     return next((ref for ref in reversed(trial.checkpoints) if all(ref.step < limit for limit in limits)), None)
@@ -290,7 +290,7 @@ def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointR
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin})
 
 
-def live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
+def list_live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[CheckpointKey]:
     """Return the keys of all live checkpoints, oldest first."""
     return [folder.checkpoint_key(ref) for ref in trial.checkpoints]
 
@@ -311,7 +311,7 @@ def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
     return (stored.step, stored.sequence, name) == (key.step, key.sequence, key.trial.trial)
 
 
-def is_cloned_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
+def is_kept_by_clones(trial: Trial, key: CheckpointKey) -> bool:
     """Return whether `key` is no longer live in `trial`, but another trial has a clone of it."""
     has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
     return has_clone and not is_live_checkpoint(trial, key)
@@ -323,7 +323,7 @@ def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     True if it is not live, not quarantined, has no clone, and its save began before the last retirement in `state`.
     Then no later save can reuse or clone it, either here or in a process that takes over during the deletion.
     """
-    in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_cloned_checkpoint(state, key)
+    in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_kept_by_clones(state, key)
     return not in_use and key.sequence < state.collected_up_to
 
 
@@ -549,7 +549,7 @@ def _apply_end(trial: Trial, event: AttemptEnded | TrialErrored | TrialFinished 
             }
     if records and not records[-1].has_ended:
         usage = None if isinstance(event, TrialErrored) else event.usage
-        unsaved = unsaved_seconds(trial, max(trial.trained_seconds, trial.last_known_seconds))
+        unsaved = compute_unsaved_seconds(trial, max(trial.trained_seconds, trial.last_known_seconds))
         records = (*records[:-1], records[-1].with_end(usage, unsaved, is_lost=is_lost))
     return trial.model_copy(update={"end_reason": event.reason, "attempt_records": records, **changes})
 
@@ -631,7 +631,7 @@ def _add_saved_checkpoint(trial: Trial, checkpoint: CheckpointRef, seconds: Phas
     """Add a checkpoint that the trial has saved itself; this resets its machine failures."""
     records = trial.attempt_records
     if records and not records[-1].has_ended:
-        record = records[-1].with_commit(seconds, unsaved_seconds(trial, checkpoint.trained_seconds))
+        record = records[-1].with_commit(seconds, compute_unsaved_seconds(trial, checkpoint.trained_seconds))
         records = (*records[:-1], record)
     return _add_checkpoint(trial, checkpoint).model_copy(update={"attempt_records": records, **_BUDGETS_AFTER_COMMIT})
 

@@ -47,7 +47,7 @@ from prefect_tune.core.errors import (
     Superseded,
     UnknownVersion,
 )
-from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply_entry, empty_experiment
+from prefect_tune.core.experiment.experiment import Experiment, TrialMap, apply_entry, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import DeletionStarted, Entry, Event, NonOwnerEvent, Owner, OwnerChanged, Writer
 from prefect_tune.core.storage.documents import (
@@ -61,7 +61,7 @@ from prefect_tune.core.storage.documents import (
 )
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import JournalKey, document_number
-from prefect_tune.core.storage.object_store import Buffer, ObjectStore, create_or_recognize, require_conditional_create
+from prefect_tune.core.storage.object_store import Buffer, ObjectStore, create_idempotently, require_conditional_create
 from prefect_tune.core.values import Digest, WriteStamp, digest_of, parse_json
 
 _MAX_RACES = 16
@@ -154,7 +154,7 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
         with suppress(JournalCorrupt):
             return _apply_newer_entries(store, snapshot)
     with _checking_deletion(store, journal):
-        return _apply_newer_entries(store, empty_experiment(journal))
+        return _apply_newer_entries(store, make_empty_experiment(journal))
 
 
 def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experiment:
@@ -177,7 +177,7 @@ def load_at(store: ObjectStore, journal: JournalKey, number: int | None) -> tupl
         InvalidInput: there is no such entry.
         JournalCorrupt, Superseded: see `load_experiment`.
     """
-    state, entries = empty_experiment(journal), list[Entry]()
+    state, entries = make_empty_experiment(journal), list[Entry]()
     with _checking_deletion(store, journal):
         for entry, digest in _iter_entries(store, journal, 0):
             state = apply_entry(state, entry, digest)
@@ -251,7 +251,7 @@ def _try_append(
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
     result = apply_entry(experiment, entry, digest_of(data))
-    create_or_recognize(store, path, data)
+    create_idempotently(store, path, data)
     require_first_entry(store, experiment.key, path)
     return result
 

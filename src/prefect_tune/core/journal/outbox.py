@@ -33,7 +33,7 @@ from prefect_tune.core.journal.journal import require_first_entry
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey, document_number
-from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_idempotently
 from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
@@ -63,7 +63,7 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
     """
     path = trial.post_path(outbox, number)
     try:
-        create_or_recognize(store, path, seal(post))
+        create_idempotently(store, path, seal(post))
     except AlreadyExists as exists:
         stored = read_post(store, trial, outbox, number)
         if stored is None:
@@ -138,7 +138,7 @@ def close_outbox(
             continue
         with suppress(AlreadyExists):
             if post is None:
-                create_or_recognize(store, trial.post_path(outbox, number), end)
+                create_idempotently(store, trial.post_path(outbox, number), end)
             return ClosedOutbox(posts, damage)
         races += 1  # a post, or the end, was added meanwhile
     raise StoreUnavailable(f"{trial.folder}: {_MAX_RACES} posts were added while the outbox was closed; try again")

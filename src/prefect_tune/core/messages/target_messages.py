@@ -32,7 +32,7 @@ from prefect_tune.core.messages.process_messages import (
 from prefect_tune.core.reasons import AnyReason, ProcessEnd, Reason, make_reason
 from prefect_tune.core.storage.documents import Document, read_newest_document, read_sealed, seal
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, NodesKey, TrialKey, delete_older_documents
-from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_idempotently
 from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepReport, TrialId, Value, canonical_json
 
 # The answers of a search to trials on other machines.
@@ -56,7 +56,7 @@ def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, an
     If no owner runs to journal an answer, another process may tell the attempt to stop, at step `UNSOLICITED_STEP`.
     """
     with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
-        create_or_recognize(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
+        create_idempotently(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> AnyAnswer | None:
@@ -120,7 +120,7 @@ def write_stop_request(store: ObjectStore, experiment: Experiment, request: Stop
     number = len(experiment.stop_requests) + 1
     while True:
         try:
-            create_or_recognize(store, experiment.key.request_path(number), seal(request))
+            create_idempotently(store, experiment.key.request_path(number), seal(request))
         except AlreadyExists:
             number += 1
         else:

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from prefect_tune.core.checkpoints.commit import key_fields, publish_manifest, require_stored
+from prefect_tune.core.checkpoints.commit import make_key_fields, publish_manifest, require_blobs_stored
 from prefect_tune.core.checkpoints.manifest import Manifest, read_newest_metadata
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, InvalidInput, ObjectNotFound, Superseded
 from prefect_tune.core.experiment.experiment import Experiment
-from prefect_tune.core.experiment.trial_transitions import is_cloned_checkpoint, is_live_checkpoint
+from prefect_tune.core.experiment.trial_transitions import is_kept_by_clones, is_live_checkpoint
 from prefect_tune.core.journal.journal import acquire_ownership, append_events, load_at, load_experiment, write_snapshot
 from prefect_tune.core.journal_events import (
     CheckpointQuarantined,
@@ -121,7 +121,7 @@ def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[Checkpoi
     trials = state.trials.values()
     live = (state.trial_key(trial.id).checkpoint_key(ref) for trial in trials for ref in trial.checkpoints)
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
-    return [key for key, trial in keys_with_trial if is_live_checkpoint(trial, key) or is_cloned_checkpoint(trial, key)]
+    return [key for key, trial in keys_with_trial if is_live_checkpoint(trial, key) or is_kept_by_clones(trial, key)]
 
 
 def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mapping[str, Sequence[CheckpointRef]]:
@@ -216,11 +216,11 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
         key: manifest for key, manifest in manifests.items() if deleted.isdisjoint(blob.path for blob in manifest.blobs)
     }
     required = {f"{fork_folder}/{b.path}": b.size_bytes for manifest in complete.values() for b in manifest.blobs}
-    require_stored(store, folder, required)
+    require_blobs_stored(store, folder, required)
 
     def copy_manifest(key: CheckpointKey) -> CheckpointKey:
         key_in_fork = _make_fork_key(key, into)
-        publish_manifest(store, key_in_fork, complete[key].model_copy(update=key_fields(key_in_fork)))
+        publish_manifest(store, key_in_fork, complete[key].model_copy(update=make_key_fields(key_in_fork)))
         return key
 
     copied += store.map(copy_manifest, complete)

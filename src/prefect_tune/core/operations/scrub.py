@@ -24,7 +24,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.trial_transitions import (
     is_live_checkpoint,
     is_quarantined_checkpoint,
-    live_checkpoint_keys,
+    list_live_checkpoint_keys,
 )
 from prefect_tune.core.journal.journal import append_as_non_owner
 from prefect_tune.core.journal_events import CheckpointQuarantined, NonOwnerEvent
@@ -48,7 +48,7 @@ from prefect_tune.core.values import WriteStamp, digest_of
 # its bytes stay until the trial retires it.
 
 
-def quarantine(
+def quarantine_in_journal(
     store: ObjectStore, journal: JournalKey, damaged: Mapping[CheckpointKey, str], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
     """Quarantine checkpoints of an experiment, each with its damage as the reason; return the quarantined keys.
@@ -72,13 +72,13 @@ def quarantine(
     return [key for key in damaged if any(is_quarantined_checkpoint(trial, key) for trial in after.trials.values())]
 
 
-def reinstate(
+def reinstate_in_journal(
     store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return those of `keys` whose checkpoints are live now.
 
     The caller has verified them. A trial's next attempt starts from its newest checkpoint, reinstated or not.
-    Raises like `quarantine`.
+    Raises like `quarantine_in_journal`.
     """
 
     def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:
@@ -170,7 +170,7 @@ def inspect_checkpoints(
         StoreUnavailable, StoreRefused: the whole target cannot be read.
     """
     trials = () if state.is_being_deleted else state.trials.values()
-    keys = (key for trial in trials for key in live_checkpoint_keys(state.trial_key(trial.id), trial))
+    keys = (key for trial in trials for key in list_live_checkpoint_keys(state.trial_key(trial.id), trial))
     live = list(dict.fromkeys(keys))
     inspected, unreadable = list[InspectedCheckpoint](), list[UnreadableObject]()
 

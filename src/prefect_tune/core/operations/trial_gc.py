@@ -26,7 +26,7 @@ from typing import TypeVar
 from prefect_tune.core.checkpoints.manifest import Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, Superseded
 from prefect_tune.core.experiment.experiment import Experiment, apply_event
-from prefect_tune.core.experiment.retention import Retention, quarantined_to_retire, sequences_to_retire
+from prefect_tune.core.experiment.retention import Retention, find_quarantined_to_retire, find_sequences_to_retire
 from prefect_tune.core.experiment.summary import find_best_trial, objective_from_settings
 from prefect_tune.core.experiment.trial_transitions import (
     ENDED_PHASES,
@@ -35,7 +35,7 @@ from prefect_tune.core.experiment.trial_transitions import (
     is_deletable_checkpoint,
     is_live_checkpoint,
     is_quarantined_checkpoint,
-    live_checkpoint_keys,
+    list_live_checkpoint_keys,
 )
 from prefect_tune.core.journal.journal import append_as_non_owner, load_experiment
 from prefect_tune.core.journal.outbox import list_journaled_posts
@@ -46,7 +46,7 @@ from prefect_tune.core.prefect_events import find_best_checkpoints
 from prefect_tune.core.restore import OutdatedStateError, raise_damage_or_outdated, read_manifest
 from prefect_tune.core.storage.generations import delete_earlier_objects, list_earlier_objects
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
-from prefect_tune.core.storage.object_store import SINGLE_WRITER_ERROR, ListedObject, ObjectStore
+from prefect_tune.core.storage.object_store import SINGLE_WRITER_MESSAGE, ListedObject, ObjectStore
 from prefect_tune.core.values import WriteStamp
 
 _Result = TypeVar("_Result")
@@ -163,7 +163,9 @@ def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> 
             return corrupt
 
     cloned = (CheckpointKey(trial=trial, step=clone.step, sequence=clone.sequence) for clone in state.clones)
-    needed = list(dict.fromkeys(key for key in (*live_checkpoint_keys(trial, state), *cloned) if key.trial == trial))
+    needed = list(
+        dict.fromkeys(key for key in (*list_live_checkpoint_keys(trial, state), *cloned) if key.trial == trial)
+    )
     manifests = dict(zip(needed, store.map(read_needed, needed), strict=True))
     if bad := {key: result for key, result in manifests.items() if isinstance(result, CheckpointCorrupt)}:
         raise_damage_or_outdated(store, trial, bad)
@@ -198,7 +200,7 @@ class TrialGarbage:
     """Manifests that a clone needs, or that a running save may need before the trial's next retirement or end."""
     message_count: int = 0
     """Replies to ended attempts, messages between their nodes, and journaled posts."""
-    kept: str | None = None
+    kept_reason: str | None = None
     """Why some garbage is not deleted; None if all of it is deleted."""
     damage: str | None = None
     """The damage or read error that prevented the deletion; None if there is neither."""
@@ -298,7 +300,9 @@ def collect_experiment_garbage(
 
     results = map_trials(lambda key, trial: _find_garbage_candidates(store, key, trial))
     candidates = {n: result for n, result in zip(names, results, strict=True) if isinstance(result, _Candidates)}
-    barrier_names = [n for n, candidate in candidates.items() if candidate.needs_barrier and store.conditional_create]
+    barrier_names = [
+        n for n, candidate in candidates.items() if candidate.needs_barrier and store.has_conditional_create
+    ]
     if barrier_names and not dry_run:
         state = append_as_non_owner(store, state.key, make_barriers, stamp)
     for barrier in make_barriers(state) if dry_run else ():
@@ -329,8 +333,8 @@ def collect_trial_garbage(
     """
     if not trial.attempt:
         return TrialGarbage(trial.id)  # never started
-    lacks_barrier = candidates is not None and candidates.needs_barrier and not store.conditional_create
-    kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_ERROR}" if lacks_barrier else None
+    lacks_barrier = candidates is not None and candidates.needs_barrier and not store.has_conditional_create
+    kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_MESSAGE}" if lacks_barrier else None
     checkpoints = store.list(key.checkpoints_folder) if candidates is None else candidates.checkpoints
     while True:
         try:
@@ -342,7 +346,7 @@ def collect_trial_garbage(
         except CheckpointCorrupt as corrupt:
             return TrialGarbage(trial.id, damage=str(corrupt))
         except Superseded:
-            return TrialGarbage(trial.id, kept="its experiment is being deleted")
+            return TrialGarbage(trial.id, kept_reason="its experiment is being deleted")
     to_delete = [old for old in leftovers if is_deletable_checkpoint(trial, old)]
     last_ended = trial.attempt - 1 if may_still_save(trial) else trial.attempt
     messages = [
@@ -360,7 +364,7 @@ def collect_trial_garbage(
         orphan_bytes=sum(blob.size_bytes for blob in blobs),
         undecided_count=len(leftovers) - len(to_delete),
         message_count=len(messages),
-        kept=kept,
+        kept_reason=kept,
     )
 
 
@@ -379,8 +383,8 @@ def plan_retirements(experiment: Experiment, policy: Retention) -> Sequence[Chec
     best_saved = find_best_checkpoints(experiment, objective_from_settings(experiment.settings))
     retirements = []
     for trial in trials:
-        quarantined = quarantined_to_retire(trial.quarantined_checkpoints, trial.checkpoints, policy)
-        unwanted = (*sequences_to_retire(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))
+        quarantined = find_quarantined_to_retire(trial.quarantined_checkpoints, trial.checkpoints, policy)
+        unwanted = (*find_sequences_to_retire(trial.checkpoints, policy), *(ref.sequence for ref in quarantined))
         retires = tuple(sequence for sequence in unwanted if sequence != best_saved.get(trial.id))
         if retires and (best is None or trial.id != best.id):
             retirements.append(CheckpointsRetired(trial=trial.id, retired_sequences=retires))

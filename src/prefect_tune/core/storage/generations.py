@@ -30,7 +30,7 @@ from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import AlreadyExists, InvalidInput, JournalCorrupt, Superseded, TuneError, UnknownVersion
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import Generation, JournalKey, document_number, document_path
-from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_or_recognize
+from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, create_idempotently
 from prefect_tune.core.values import validate_name
 
 
@@ -55,7 +55,7 @@ class UnnamedCall(Document):
     call: str
 
 
-def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
+def claim_experiment(store: ObjectStore, experiment: str, call: str) -> bool:
     """Claim the experiment for `call`; return whether it belongs to this call. The first claim wins. Idempotent.
 
     Raises:
@@ -63,7 +63,7 @@ def claim_name(store: ObjectStore, experiment: str, call: str) -> bool:
     """
     journal = find_current_journal(store, experiment)
     try:
-        create_or_recognize(store, journal.unnamed_call_path, seal(UnnamedCall(call=call)))
+        create_idempotently(store, journal.unnamed_call_path, seal(UnnamedCall(call=call)))
     except AlreadyExists:
         return False
     return True

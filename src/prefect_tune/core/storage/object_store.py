@@ -73,7 +73,7 @@ class ObjectStore(Protocol):
     """
 
     @property
-    def conditional_create(self) -> bool:
+    def has_conditional_create(self) -> bool:
         """Whether `create` is atomic among writers; otherwise the target supports only one writer."""
 
     def create(self, path: str, data: Buffer) -> None:
@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until the write ends, readers see the previous object; without `conditional_create`, they may see none.
+        Until the write ends, readers see the previous object; without `has_conditional_create`, they may see none.
         A retry iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
 
@@ -128,14 +128,14 @@ class ObjectStore(Protocol):
 
 # Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
 
-SINGLE_WRITER_ERROR = (
+SINGLE_WRITER_MESSAGE = (
     "expected a target with atomic create-if-absent, found one without it: there, two writers can overwrite each "
     "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
     "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat the command there"
 )
 
 
-def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
+def create_idempotently(store: ObjectStore, path: str, data: bytes) -> None:
     """Create `path`; an existing object that equals `data` is success.
 
     `data` contains a write id, so an object with equal bytes is from this same write: its reply was lost, or the client
@@ -161,5 +161,5 @@ def create_or_recognize(store: ObjectStore, path: str, data: bytes) -> None:
 
 def require_conditional_create(store: ObjectStore, where: object) -> None:
     """Raise `StoreRefused`, without a write, if the target supports only one writer: an owner may be active there."""
-    if not store.conditional_create:
-        raise StoreRefused(f"{where}: only its owner may write there: {SINGLE_WRITER_ERROR}")
+    if not store.has_conditional_create:
+        raise StoreRefused(f"{where}: only its owner may write there: {SINGLE_WRITER_MESSAGE}")

@@ -31,8 +31,8 @@ from prefect_tune.core.messages.process_messages import ProcessEnvironment, Star
 from prefect_tune.core.values import digest_of
 from prefect_tune.runtime.group_session import join_as_rank, make_session
 from prefect_tune.runtime.load_named import (
-    load_by_name,
     load_definitions_for_spawn,
+    load_object,
     load_trainable,
     pickle_to_hex,
     prepend_import_path,
@@ -233,7 +233,7 @@ class _AttemptRunner:
         try:
             with exiting_forked_children(), recording_import_effects() if must_record else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
-            stopper = cast("Stopper", load_by_name(start.stopper))
+            stopper = cast("Stopper", load_object(start.stopper))
         except Exception as error:
             raise TrainableLoadError(f"{type(error).__name__}: {error}") from error
         self._session = session = make_session(self._connection, start, stopper)

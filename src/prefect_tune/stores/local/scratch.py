@@ -37,7 +37,7 @@ from filelock import FileLock, Timeout
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, StoreRefused
 from prefect_tune.linux import boot_id, is_linux
 from prefect_tune.stores.deadline import Deadline
-from prefect_tune.stores.local.staging import METADATA_FILE, directory_seal, replace_file
+from prefect_tune.stores.local.staging import METADATA_FILE, compute_stat_digest, replace_file
 from prefect_tune.stores.posix_store import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -234,11 +234,11 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
         with locked_folder(name, deadline) as folder:
             copy, digest_file = folder / "copy", folder / "seal"
             has_digest = copy.is_dir() and digest_file.exists()
-            if not (has_digest and digest_file.read_text(encoding="ascii") == directory_seal(copy)):
+            if not (has_digest and digest_file.read_text(encoding="ascii") == compute_stat_digest(copy)):
                 _remove_unlocked_directories(folder.parent, "*", unused_for=_MAX_UNUSED_AGE)
                 remove_tree(folder)  # a reader changed it, or a killed process did not finish it
                 content.fetch(copy, None)
-                digest_file.write_text(directory_seal(copy), encoding="ascii")
+                digest_file.write_text(compute_stat_digest(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
             (directory / METADATA_FILE).unlink(missing_ok=True)  # other readers may have other metadata
@@ -286,7 +286,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):
                 shutil.rmtree(path, ignore_errors=True)
         if destination.exists() and any(destination.iterdir()):
-            is_unchanged = note.get("seal") == directory_seal(destination)
+            is_unchanged = note.get("seal") == compute_stat_digest(destination)
             is_newer = note.get("source") == content.source_id and note["done_at_seconds"] >= requested_at_seconds
             has_content = is_unchanged and (note["bytes"] == content.content_id or is_newer)
             if not has_content and not content.matches(destination):
@@ -298,5 +298,5 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
             destination.parent.mkdir(parents=True, exist_ok=True)
             (folder / "note").write_text(json.dumps({"unfinished": True}))
             content.fetch(destination, content.metadata)
-        note = {"bytes": content.content_id, "source": content.source_id, "seal": directory_seal(destination)}
+        note = {"bytes": content.content_id, "source": content.source_id, "seal": compute_stat_digest(destination)}
         (folder / "note").write_text(json.dumps({**note, "done_at_seconds": time.monotonic()}))

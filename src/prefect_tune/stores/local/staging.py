@@ -75,7 +75,7 @@ class StagedFiles:
 
     def read_into(self, piece: FileRange, buffer: memoryview) -> None:
         file = self.files[piece.file]
-        with raising_read_errors(self.directory):
+        with converting_read_errors(self.directory):
             descriptor = os.open(f"{self.directory}/{file.path}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
@@ -94,7 +94,7 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
     """Return the files below `directory`, sorted, and its empty directories."""
     files: dict[str, _FileStatus] = {}
     empty_directories: list[str] = []
-    with raising_read_errors(directory):
+    with converting_read_errors(directory):
         _scan_directory(str(directory), "", files, empty_directories)
     return dict(sorted(files.items())), tuple(sorted(empty_directories))
 
@@ -107,7 +107,7 @@ _SHOWN_CHARACTERS = 200
 
 
 @contextmanager
-def raising_read_errors(directory: Path) -> Iterator[None]:
+def converting_read_errors(directory: Path) -> Iterator[None]:
     """Convert system errors of files below `directory` to errors for the user, which name the path.
 
     Raises:
@@ -266,7 +266,7 @@ METADATA_FILE = ".metadata.json"
 _READ_BYTES = 16 * 1024 * 1024
 
 
-def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
+def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
     """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
 
     `folder` has the versions that were written after the commit. If they are damaged, warn and return
@@ -282,7 +282,7 @@ def metadata_of_copy(store: ObjectStore, folder: str, manifest: Manifest | None 
     return None if metadata is None else json.dumps(metadata).encode()
 
 
-def manifest_of_copy(manifest: Manifest, metadata: bytes | None) -> Manifest:
+def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
     """Return `manifest` with `metadata` as its last file, which replaces a committed metadata file and has no blob."""
     if metadata is None:
         return manifest
@@ -300,7 +300,7 @@ def fetch_checkpoint(store: ObjectStore, manifest: Manifest, directory: Path, *,
     Raises:
         CheckpointCorrupt: bytes are missing or altered; `directory` is not created.
     """
-    copy = manifest_of_copy(manifest, metadata)
+    copy = add_metadata_file(manifest, metadata)
     with restoring_directory(copy, directory) as sink:
         if metadata is not None:
             sink.write(len(copy.files) - 1, 0, memoryview(metadata))
@@ -316,7 +316,7 @@ def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str,
     if files[0].size_bytes > MAX_DOCUMENT_BYTES:
         raise CheckpointCorrupt(f"{METADATA_FILE}: {files[0].size_bytes} bytes, expected at most {MAX_DOCUMENT_BYTES}")
     data = read_committed_file(store, manifest, files[0])
-    return {**read_metadata(data, METADATA_FILE), **manifest.metadata.user_metadata}
+    return {**parse_metadata(data, METADATA_FILE), **manifest.metadata.user_metadata}
 
 
 def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
@@ -334,7 +334,7 @@ class _MemorySink:
         self.data[offset : offset + len(data)] = data
 
 
-def read_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
+def parse_metadata(data: bytes | bytearray, where: str) -> dict[str, object]:
     """Return the metadata in the bytes of a `.metadata.json`; raise `CheckpointCorrupt` if it is not a JSON object."""
     try:
         metadata = json.loads(data)
@@ -432,7 +432,7 @@ def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
 # Local directories: detect changes, copy a directory, replace a directory or a file atomically.
 
 
-def directory_seal(directory: Path) -> str:
+def compute_stat_digest(directory: Path) -> str:
     """Return a digest of a directory's names, sizes, modification times and inodes. Every write changes the digest.
 
     Raises:
