@@ -103,8 +103,8 @@ def test_what_a_path_does_not_lead_to_has_none(tmp_path: Path, monkeypatch: pyte
 def test_what_a_script_defines_has_none_and_what_it_imports_has_one(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(MODULE)
     (tmp_path / "script.py").write_text(
-        "from nets import Net\nfrom prefect_tune.runtime.load_named import importable_name_of\n"
-        "class Own: pass\nprint(importable_name_of(Net), importable_name_of(Own))\n"
+        "from nets import Net\nfrom prefect_tune.runtime.load_named import find_import_name\n"
+        "class Own: pass\nprint(find_import_name(Net), find_import_name(Own))\n"
     )
     script = [sys.executable, str(tmp_path / "script.py")]
     assert subprocess.check_output(script, text=True, cwd=tmp_path.parent) == "nets:Net None\n"
@@ -199,7 +199,7 @@ def test_other_objects_and_the_folder_of_temporary_files_do_not(make_holder: Cal
 def test_another_process_computes_the_same_digest() -> None:
     code = (  # the hash of a text differs in each process
         "from tests.runtime.test_load_named import *\n"
-        "print(*(stable_digest(make({'data', 'of', 'a', 'set', Path('x')})) for make in CODE_HOLDERS))"
+        "print(*(compute_stable_digest(make({'data', 'of', 'a', 'set', Path('x')})) for make in CODE_HOLDERS))"
     )
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
     digests = {subprocess.check_output(command, cwd=root) for _ in range(2)}

@@ -195,8 +195,8 @@ MUTANTS = {
     "no look at what a node sent": Mutant(
         forget_shard,
         {
-            commit.merge_parts: {"require_stored(": "len and (lambda *_: 0)("},
-            commit.send_files: {"require_stored(": "(lambda *_: 0)("},
+            commit.merge_parts: {"require_blobs_stored(": "len and (lambda *_: 0)("},
+            commit.send_files: {"require_blobs_stored(": "(lambda *_: 0)("},
         },
     ),
     "the last file of a name counts": Mutant(

@@ -282,7 +282,7 @@ def crash_story(story: str) -> Sequence[str]:
 MUTANTS: Mapping[str, Mutant] = {
     "delete what clones need": Mutant(
         partial(crash_story, "the source continues"),
-        {trial_transitions.is_deletable_checkpoint: {" or is_cloned_checkpoint(state, key)": ""}},
+        {trial_transitions.is_deletable_checkpoint: {" or is_kept_by_clones(state, key)": ""}},
     ),
     "count nothing as needed by clones": Mutant(
         partial(crash_story, "the source continues"),
@@ -311,7 +311,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "post over the end": Mutant(
         partial(interleave_meeting, "posts while the owner closes"),
-        {outbox.write_post: {"create_or_recognize(store, path, seal(post))": "store.put(path, seal(post))"}},
+        {outbox.write_post: {"create_idempotently(store, path, seal(post))": "store.put(path, seal(post))"}},
     ),
     "adopt a save that its outbox may still hand over": Mutant(
         partial(interleave_meeting, "posts while another owner closes"),

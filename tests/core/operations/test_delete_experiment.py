@@ -438,8 +438,8 @@ MUTANTS: Mapping[str, Mutant] = {
         find_harm_to_fork,
         {
             forking._copy_checkpoints: {
-                "return path  # meanwhile its checkpoint was retired and deleted": "return None",
-                "require_stored(store, folder, required)": "pass",
+                "return path  # its checkpoint was retired and deleted after the manifest was read": "return None",
+                "require_blobs_stored(store, folder, required)": "pass",
             }
         },
     ),

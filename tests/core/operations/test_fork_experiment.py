@@ -387,12 +387,12 @@ LAST = "    if len(copied) < len(needed):"
 MUTANTS = {
     "manifests before their blobs": {
         COPY: "deleted = set()",
-        "require_stored(store, folder, required)": "pass",
+        "require_blobs_stored(store, folder, required)": "pass",
         LAST: f"    list(store.map(copy_blob, missing))\n{LAST}",
     },
     "no look at what was copied before a crash": {
         "missing = [": "missing = [] if existing else [",
-        "require_stored(store, folder, required)": "pass",
+        "require_blobs_stored(store, folder, required)": "pass",
     },
 }
 

@@ -339,7 +339,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "it looks before it writes": Mutant(
         lambda: write_with_pauses("adds a trial", 2, enough=1),
-        {journals._try_append: {_CHECK: "", "    create_or_recognize(": f"{_CHECK}    create_or_recognize("}},
+        {journals._try_append: {_CHECK: "", "    create_idempotently(": f"{_CHECK}    create_idempotently("}},
     ),
 }
 

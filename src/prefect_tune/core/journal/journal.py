@@ -222,7 +222,7 @@ def append_as_non_owner(
     faster, it is called again, so no entry comes between the state and the events. Its exceptions propagate.
 
     Raises:
-        StoreRefused: there are events to write, but the target supports only one writer: see `conditional_create`.
+        StoreRefused: there are events to write, but the target supports only one writer: see `has_conditional_create`.
         StoreUnavailable: other writers were faster 16 times.
         CommitUnknown: the target did not say whether it wrote; call again: `events_for` may find its events journaled.
     """
