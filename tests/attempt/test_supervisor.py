@@ -252,7 +252,7 @@ def test_a_target_that_fails_is_the_machines_failure(spec: TrialSpec) -> None:
 
 
 def test_an_attempt_that_leaves_since_its_metric_cannot_be_compared_has_failed(spec: TrialSpec) -> None:
-    search_channel = InProcessChannel("t", lambda _: search_channel.send_decision(stop), TrialProcessPool(slots=1))
+    search_channel = InProcessChannel("t", lambda _: search_channel.send_answer(stop), TrialProcessPool(slots=1))
     failure = make_failure("found no metric 'loss'", Cause.BAD_METRIC)
     stop = StopTrial(outcome=failure, save=False)
     step = StepDone(report=StepReport(step=2, metrics={}), awaits_decision=True)
@@ -288,7 +288,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
     class Channel(FakeChannel):
         def receive(self, timeout: timedelta) -> FromTrial | None:
             if not self._unread:
-                search_channel.send_decision(make_stop("enough", save=True))
+                search_channel.send_answer(make_stop("enough", save=True))
             return super().receive(timeout)
 
         def send(self, message: ToTrial) -> None:
@@ -301,7 +301,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
     answer = ContinueTraining(decision_step=None)
-    search_channel = InProcessChannel("t", lambda _: search_channel.send_decision(answer), TrialProcessPool(slots=1))
+    search_channel = InProcessChannel("t", lambda _: search_channel.send_answer(answer), TrialProcessPool(slots=1))
     messages = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrainingEnded(outcome=DONE)]
     channel = FakeChannel(messages)
     assert supervise(channel, spec, search_channel=search_channel) == DONE

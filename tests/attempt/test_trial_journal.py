@@ -115,7 +115,7 @@ def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_
 
     def attempt(journal: SubmittingJournal) -> None:
         journal.add_report(REPORTED)
-        wait_until(lambda: search.driver._state.trial(TRIAL.trial).step == 1)
+        wait_until(lambda: search.driver._experiment.trial(TRIAL.trial).step == 1)
         iteration = search.iteration_count
         wait_until(lambda: search.iteration_count > iteration + 1)
         observed.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
@@ -141,7 +141,7 @@ def test_an_attempt_whose_entry_cannot_be_written_gets_the_error(tmp_path: Path)
 def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Path) -> None:
     """The search fails between the receipt of the events and their entry."""
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))
-    search.should_interrupt = lambda: search.driver._pending_entry.has_waiters and search.has_started()
+    search.should_interrupt = lambda: search.driver._pending_entry.has_unfinished_work and search.has_started()
     with pytest.raises(Death):
         search.run()
     assert (search.error, tuple(search.entries[-1])) == (None, (REPORTED, COMMITTED))
@@ -172,7 +172,7 @@ def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_
 
 def test_events_that_fail_the_scheduler_are_not_acknowledged(tmp_path: Path) -> None:
     def fail(_trial: str, _trained_seconds: float) -> None:
-        if search.driver._state.trial(TRIAL.trial).step:
+        if search.driver._experiment.trial(TRIAL.trial).step:
             raise ZeroDivisionError
 
     search = Search(tmp_path, lambda journal: journal.write([REPORTED, COMMITTED]))

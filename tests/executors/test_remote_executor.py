@@ -33,7 +33,7 @@ from prefect_tune.core.journal_events import (
     TrialPaused,
 )
 from prefect_tune.core.messages.process_messages import CheckpointAndStop, ContinueTraining, Start, StopTrial
-from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, send_answer
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, write_answer
 from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.schedulers.asha import ASHA
 from prefect_tune.core.schedulers.base import FIFO, Decision, Exploit, Schedule, Scheduler, TrialReport
@@ -198,7 +198,7 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
         monkeypatch.setattr(PosixStore, name, _wait_and_call(barrier, getattr(PosixStore, name)))
     assert list_reported_steps(executor.poll_messages(NO_WAIT)) == [(trial, 1) for trial in trials]
     for trial in trials:
-        executor.send_decision(trial, ContinueTraining(decision_step=3), 1)
+        executor.send_answer(trial, ContinueTraining(decision_step=3), 1)
     executor.poll_messages(NO_WAIT)
 
 
@@ -410,7 +410,7 @@ class RemoteTrial:
         self, answer: ContinueTraining | StopTrial | CheckpointAndStop, step: int = UNSOLICITED_STEP
     ) -> None:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
-            send_answer(store, KEY, 1, step, answer)
+            write_answer(store, KEY, 1, step, answer)
 
     def await_decision(self, step: int) -> None:
         self.channel.await_decision(StepReport(step=step, metrics={}))
@@ -617,7 +617,7 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     def die(*_: object) -> None:
         raise Death
 
-    monkeypatch.setattr(RemoteExecutor, "send_decision", die)
+    monkeypatch.setattr(RemoteExecutor, "send_answer", die)
     state = FarSearch(target, ExploitingScheduler()).simulate(
         nothing, attempt.start, lambda: attempt.save(2, awaits_decision=True), nothing
     )

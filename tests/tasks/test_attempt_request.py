@@ -38,7 +38,7 @@ from prefect_tune.core.journal_events import (
     TrialPaused,
 )
 from prefect_tune.core.messages.process_messages import CheckpointAndStop
-from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, send_answer
+from prefect_tune.core.messages.target_messages import UNSOLICITED_STEP, write_answer
 from prefect_tune.core.operations.delete_experiment import delete_generation
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
@@ -188,7 +188,7 @@ def test_a_request_that_waits_for_a_slot_ends_when_its_search_stops(
     monkeypatch.setattr(trials, "holding_concurrency_limits", wait_for_stop)
     monkeypatch.setattr(trials, "get_run_logger", logging.getLogger)
     with requests.target.open(timeout=_MINUTE) as store:
-        send_answer(store, requests.plan.trial, 1, UNSOLICITED_STEP, CheckpointAndStop())
+        write_answer(store, requests.plan.trial, 1, UNSOLICITED_STEP, CheckpointAndStop())
     state = trials.run_attempt.fn(requests.plan, make_request(requests.open()), requests.channel)
     assert (state.name, requests.channel.processes) == ("Interrupted", 0)
 

@@ -150,7 +150,7 @@ def test_the_end_of_an_attempt_receives_what_it_posted_unseen_and_closes_its_out
 def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again(
     target: LocalTarget, *, is_local: bool
 ) -> None:
-    first = PostingExecutor(RemoteAttempt.start, is_detached=is_local)
+    first = PostingExecutor(RemoteAttempt.start, attempts_outlive_search=is_local)
     run_until_killed(target, first)
     (orphan,) = first.attempts
     orphan.save(1)
@@ -174,7 +174,7 @@ def test_an_attempt_of_a_dead_search_is_fenced_off_before_its_trial_starts_again
 
 
 def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(target: LocalTarget) -> None:
-    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, attempts_outlive_search=True)
     run_until_killed(target, first)
 
     def act(attempt: RemoteAttempt) -> None:
@@ -183,7 +183,11 @@ def test_an_attempt_that_has_outlived_its_search_is_found_again_and_trains_on(ta
         first.attempts[0].post(TrialFinished(trial=attempt.trial, reason="done"))
         attempt.exit()
 
-    (trial,) = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True)).run(num_samples=1).trials.values()
+    (trial,) = (
+        PlannedSearch(target, executor=PostingExecutor(act, attempts_outlive_search=True))
+        .run(num_samples=1)
+        .trials.values()
+    )
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 1, 1)
 
 
@@ -191,7 +195,7 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
     target: LocalTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its posts are more than can be read until the deadline of one opening of the target, however often retried."""
-    first = PostingExecutor(RemoteAttempt.start, is_detached=True)
+    first = PostingExecutor(RemoteAttempt.start, attempts_outlive_search=True)
     run_until_killed(target, first)
     (orphan,) = first.attempts
     for step in range(1, 451):
@@ -212,7 +216,7 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
 
     monkeypatch.setattr(PosixStore, "read", read_until_deadline)
     monkeypatch.setattr(storage_retries, "_pause", lambda _seconds: None)
-    search = PlannedSearch(target, executor=PostingExecutor(act, is_detached=True))
+    search = PlannedSearch(target, executor=PostingExecutor(act, attempts_outlive_search=True))
     (trial,) = search.run(num_samples=1).trials.values()
     assert (trial.phase, trial.step, trial.attempt) == (Phase.FINISHED, 450, 1)
     entries = {number for number, event in load_events(target) if isinstance(event, PostReceived)}
@@ -220,8 +224,8 @@ def test_an_attempt_that_has_posted_for_days_without_a_search_is_read_in_parts_t
 
 
 def test_a_queued_launch_of_an_earlier_search_is_found_again_and_not_fenced_off(target: LocalTarget) -> None:
-    run_until_killed(target, PostingExecutor(lambda _attempt: None, is_detached=True))
-    executor = PostingExecutor(train_one_step, is_detached=True)
+    run_until_killed(target, PostingExecutor(lambda _attempt: None, attempts_outlive_search=True))
+    executor = PostingExecutor(train_one_step, attempts_outlive_search=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (1, Phase.FINISHED, 1)
     assert sum(isinstance(event, AttemptLaunched) for _, event in load_events(target)) == 1
@@ -232,8 +236,8 @@ def test_an_attempt_whose_end_its_search_did_not_see_is_no_queued_launch(target:
         attempt.start()
         attempt.post(AttemptEnded(trial=attempt.trial, cause=Cause.PREEMPTED, reason="its machine is needed"))
 
-    run_until_killed(target, PostingExecutor(act, is_detached=True))
-    executor = PostingExecutor(train_one_step, is_detached=True)
+    run_until_killed(target, PostingExecutor(act, attempts_outlive_search=True))
+    executor = PostingExecutor(train_one_step, attempts_outlive_search=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (executor.attempts[0].request.trial.outbox, trial.phase, trial.attempt) == (2, Phase.FINISHED, 2)
 
@@ -261,10 +265,10 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
         "scheduler": pt.ASHA(STEPS, variant="promotion", reduction_factor=2, grace_period=3),
         "num_samples": 2,
     }
-    executors = [PostingExecutor(act, answer, is_detached=True)]
+    executors = [PostingExecutor(act, answer, attempts_outlive_search=True)]
     with pytest.raises(Killed):
         PlannedSearch(target, slots=1, executor=executors[0]).run(kill_after(6), **options)
-    executors.append(PostingExecutor(act, answer, is_detached=True))
+    executors.append(PostingExecutor(act, answer, attempts_outlive_search=True))
     state = PlannedSearch(target, slots=1, executor=executors[1]).run(**options)
     outboxes = [attempt.request.trial.outbox for attempt in executors[1].attempts if attempt.trial == "00000"]
     assert (outboxes[0], state.trial("00000").phase) == (2, Phase.FINISHED)
@@ -368,7 +372,7 @@ def _interrupt_after(polls: int) -> Callable[[], bool]:
 def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_no_whole_checkpoint(
     target: LocalTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
 ) -> None:
-    first = PostingExecutor(lambda _: None, is_detached=True)
+    first = PostingExecutor(lambda _: None, attempts_outlive_search=True)
     run_until_killed(target, first, sync={"sync_period_seconds": 0})
     attempt = first.attempts[0]
     attempt.start()
@@ -380,7 +384,7 @@ def test_a_damaged_post_ends_an_attempt_that_has_outlived_its_search_and_loses_n
     path = Path(target.path, KEY.trial_key("00000").post_path(1, damaged))
     path.chmod(0o644)
     path.write_bytes(b"damaged")
-    executor = PostingExecutor(train_one_step, is_detached=True)
+    executor = PostingExecutor(train_one_step, attempts_outlive_search=True)
     (trial,) = PlannedSearch(target, executor=executor).run(num_samples=1).trials.values()
     assert (trial.phase, trial.attempt) == (Phase.FINISHED, 2)
     assert [(ref.step, ref.sequence) for ref in trial.checkpoints[:1]] == [(2, saved.sequence)]
@@ -429,7 +433,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
     def ignore_attempt(_: RemoteAttempt) -> None:
         """Do not begin."""
 
-    first = PostingExecutor(ignore_attempt, is_detached=True)
+    first = PostingExecutor(ignore_attempt, attempts_outlive_search=True)
     with pytest.raises(Killed):
         PlannedSearch(target, slots=2, executor=first).run(kill_after(3), num_samples=2)
     assert [attempt.trial for attempt in first.attempts] == ["00000", "00001"]
@@ -444,7 +448,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
             return [trial_request, experiment_request] if self.call_count == 2 else []
 
     monkeypatch.setattr(planned_search, "_InterruptOnly", StopsOnce)
-    second = PostingExecutor(ignore_attempt, is_detached=True)
+    second = PostingExecutor(ignore_attempt, attempts_outlive_search=True)
 
     def end_all() -> None:
         for attempt in second.attempts:
@@ -453,7 +457,7 @@ def test_a_queued_attempt_of_a_trial_that_is_stopped_is_fenced_off_though_its_se
 
     monkeypatch.setattr(second, "stop_all", end_all)
     PlannedSearch(target, slots=1, executor=second).run(num_samples=2)
-    third = PostingExecutor(train_one_step, is_detached=True)
+    third = PostingExecutor(train_one_step, attempts_outlive_search=True)
     monkeypatch.undo()
     state = PlannedSearch(target, slots=1, executor=third).run(num_samples=2)
     assert state.trial("00001").phase is Phase.FINISHED

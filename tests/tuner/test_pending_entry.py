@@ -68,18 +68,18 @@ def entry(journal: WrittenEntries) -> PendingEntry:
     entry = make_pending_entry(journal, make_random_policy(), period=timedelta(minutes=5))
     for event in (owner_change, TrialAdded(trial="00000", config={}), TrialAdded(trial="00001", config={})):
         entry.add_event(event)
-    entry.write(may_wait=False)
+    entry.write(may_defer=False)
     journal.entries.clear()
     return entry
 
 
 def test_what_nobody_waits_for_has_time_and_an_act_has_not(entry: PendingEntry, journal: WrittenEntries) -> None:
     entry.add_event(TrialFinished(trial="00000", reason="done"))
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries == []
     actions: list[int] = []
-    entry.after_write(lambda: actions.append(len(journal.entries)))
-    entry.write(may_wait=True)
+    entry.run_after_prompt_write(lambda: actions.append(len(journal.entries)))
+    entry.write(may_defer=True)
     assert actions == [1], "the action runs once the entry is written"
 
 
@@ -93,19 +93,19 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(entry: PendingEntry, 
 )
 def test_whoever_asks_for_a_stop_finds_the_answer_at_once(event: StopRequested, entry: PendingEntry) -> None:
     entry.add_event(event)
-    assert entry.write(may_wait=True).stop_requests == ("w",)
+    assert entry.write(may_defer=True).stop_requests == ("w",)
 
 
 def test_whoever_has_asked_for_a_trials_stop_finds_its_end_at_once(
     entry: PendingEntry, journal: WrittenEntries
 ) -> None:
     entry.add_event(StopRequested(reason="enough", trial="00000", request="w"))
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     entry.add_event(TrialFinished(trial="00001", reason="done"))
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert len(journal.entries) == 1
     entry.add_event(TrialFinished(trial="00000", reason="enough", kind=FinishKind.STOPPED))
-    assert entry.write(may_wait=True).trial("00000").finish_kind is FinishKind.STOPPED
+    assert entry.write(may_defer=True).trial("00000").finish_kind is FinishKind.STOPPED
     assert len(journal.entries) == 2
 
 
@@ -125,18 +125,18 @@ def test_a_changed_status_is_written_within_two_seconds_and_reports_within_the_s
     entry.add_event(first)
     clock.now += 1.9
     entry.add_event(second)
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries == []
     clock.now += 0.2
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries == [(first, second)], "both share an entry"
     report = StepReported(trial="00000", report=StepReport(step=1, metrics={}))
     entry.add_event(report)
     clock.now += 290
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert len(journal.entries) == 1
     clock.now += 11
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries[1:] == [(report,)]
 
 
@@ -162,7 +162,7 @@ def report(trial: str, step: int = 1) -> StepReported:
 def test_one_entry_serves_all_attempts_that_wait(entry: PendingEntry, journal: WrittenEntries) -> None:
     first, second = (submit_events(entry, start(trial)) for trial in ("00000", "00001"))
     assert not first.done()
-    state = entry.write(may_wait=True)
+    state = entry.write(may_defer=True)
     assert journal.entries == [(start("00000"), start("00001"))]
     assert first.result() is second.result() is state
 
@@ -173,17 +173,17 @@ def test_a_report_alone_waits_for_the_sync_period_and_else_for_an_entry_with_ano
     clock = Clock(monkeypatch)
     submit_events(entry, start("00000"))
     submit_events(entry, start("00001"))
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     first = submit_events(entry, report("00000"))
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert not first.done()
     save = CheckpointCommitted(trial="00001", checkpoint=CheckpointRef(step=1, sequence=1))
     submit_events(entry, report("00001"), save)
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries[1:] == [(report("00000"), report("00001"), save)]
     second = submit_events(entry, report("00000", 2))
     clock.now += 301
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert (first.done(), second.done()) == (True, True)
 
 
@@ -194,7 +194,7 @@ def test_impossible_events_are_refused_together_and_leave_the_state(
     possible = submit_events(entry, start("00001"))
     assert isinstance(impossible.exception(0), IllegalTransition)
     assert entry.state.trial("00000") == before.trial("00000")
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries == [(start("00001"),)]
     assert possible.done()
 
@@ -208,7 +208,7 @@ def test_a_write_that_fails_fails_for_all_attempts_that_wait_and_raises(
     groups = [submit_events(entry, start(trial)) for trial in ("00000", "00001")]
     journal.error = error
     with pytest.raises(type(error)):
-        entry.write(may_wait=True)
+        entry.write(may_defer=True)
     assert [type(group.exception(0)) for group in groups] == [expected] * 2
 
 
@@ -218,10 +218,10 @@ def test_a_write_that_may_have_arrived_is_repeated_as_it_was_before_what_came_si
     submit_events(entry, start("00000"))
     journal.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        entry.write(may_wait=True)
+        entry.write(may_defer=True)
     submit_events(entry, start("00001"))
     journal.error = None
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert journal.entries == [(start("00000"),), (start("00001"),)]
     assert journal.stamps[-3] == journal.stamps[-2] != journal.stamps[-1]
 
@@ -231,10 +231,10 @@ def test_dropped_actions_are_not_called_and_attempts_are_still_served(
 ) -> None:
     actions: list[str] = []
     group = submit_events(entry, start("00000"))
-    entry.after_write(lambda: actions.append("then"))
-    entry.after_next_write(lambda: actions.append("after entry"))
+    entry.run_after_prompt_write(lambda: actions.append("then"))
+    entry.run_after_write(lambda: actions.append("after entry"))
     entry.drop_actions()
-    entry.write(may_wait=True)
+    entry.write(may_defer=True)
     assert (actions, group.done(), len(journal.entries)) == ([], True, 1)
 
 
@@ -243,11 +243,11 @@ def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
 ) -> None:
     actions: list[str] = []
     entry.add_event(TrialFinished(trial="00000", reason="done"))
-    entry.after_next_write(lambda: actions.append("delete"))
-    entry.write(may_wait=True)
+    entry.run_after_write(lambda: actions.append("delete"))
+    entry.write(may_defer=True)
     assert (actions, journal.entries) == ([], [])
-    entry.after_write(lambda: actions.append("start"))
-    entry.write(may_wait=True)
+    entry.run_after_prompt_write(lambda: actions.append("start"))
+    entry.write(may_defer=True)
     assert actions == ["delete", "start"]
 
 

@@ -271,7 +271,7 @@ class SearchChannel(ABC):
             for answer in self._early_answers:
                 on_answer(answer)
 
-    def send_decision(self, answer: Answer) -> None:
+    def send_answer(self, answer: Answer) -> None:
         """Deliver a decision to the trial, immediately or at `subscribe`."""
         with self._guard:
             if self._on_answer is None:

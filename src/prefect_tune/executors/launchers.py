@@ -66,7 +66,7 @@ class TaskRunnerLauncher:
     worker is free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
     """
 
-    is_detached = False
+    attempts_outlive_search = False
 
     def __init__(self, runner: object, resources: Resources | None) -> None:
         """Raises InvalidInput: the task runner cannot reserve `resources`."""
@@ -149,7 +149,7 @@ def _make_context_factory(runner: object, resources: Resources | None) -> Callab
 class DeploymentLauncher:
     """Starts each attempt as a run of a deployment of `train_trial`, and finds the run by its idempotency key."""
 
-    is_detached = True
+    attempts_outlive_search = True
 
     def __init__(self, deployment: str, job_variables: Mapping[str, Any] | None = None) -> None:
         self._deployment, self._job_variables = deployment, dict(job_variables) if job_variables else None

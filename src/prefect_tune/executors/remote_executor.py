@@ -48,7 +48,7 @@ from prefect_tune.core.messages.target_messages import (
     AnyAnswer,
     delete_stale_answer,
     read_answer,
-    send_answer,
+    write_answer,
 )
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -197,10 +197,10 @@ class RemoteSearchChannel(SearchChannel):
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _deliver_answers(self, *, is_late: bool) -> bool:
-        """Deliver the decisions that have arrived; return True if one of them is the awaited decision.
+        """Deliver the answers that have arrived; return True if one of them is the awaited answer.
 
-        An error of the target is ignored: the next poll reads again. A decision that is damaged or of an unknown
-        version stops the trial: it saves and ends, and its next attempt gets other decisions. If a decision is late, a
+        An error of the target is ignored: the next poll reads again. An answer that is damaged or of an unknown
+        version stops the trial: it saves and ends, and its next attempt gets other answers. If an answer is late, a
         closed outbox also stops the trial: a new owner has ended the attempt. A waiting trial posts nothing, and
         would not notice the new owner otherwise.
         """
@@ -209,8 +209,8 @@ class RemoteSearchChannel(SearchChannel):
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
                 if not self.run_stop.is_set() and not self._has_unsolicited_answer:
                     unsolicited = read_answer(store, self._trial, self._attempt, UNSOLICITED_STEP)
-                decision = read_answer(store, self._trial, self._attempt, step) if step is not None else None
-                if decision is None and is_late and self._outbox is not None:
+                answer = read_answer(store, self._trial, self._attempt, step) if step is not None else None
+                if answer is None and is_late and self._outbox is not None:
                     is_closed = self._outbox.check_closed(store)
         except (StoreUnavailable, OSError):  # OSError: a local error, such as too many open files
             return False
@@ -226,12 +226,12 @@ class RemoteSearchChannel(SearchChannel):
             self.run_stop.set()
         elif unsolicited is not None:
             self._has_unsolicited_answer = True
-            self.send_decision(unsolicited)
-        if decision is None or isinstance(decision, CheckpointAndStop):
+            self.send_answer(unsolicited)
+        if answer is None or isinstance(answer, CheckpointAndStop):
             return False
         self._decision_step = None
         self._decision_requested.clear()
-        self.send_decision(decision)
+        self.send_answer(answer)
         return True
 
 
@@ -239,7 +239,7 @@ class AttemptLauncher(Protocol):
     """Launches attempts on other machines. A second launch for the same outbox finds the first attempt."""
 
     @property
-    def is_detached(self) -> bool:
+    def attempts_outlive_search(self) -> bool:
         """Whether an attempt continues after the search that started the attempt has ended."""
 
     def __call__(
@@ -299,8 +299,8 @@ class RemoteExecutor:
         self._queued_answers: list[_AddressedAnswer] = []
 
     @property
-    def is_detached(self) -> bool:
-        return self._launch.is_detached
+    def attempts_outlive_search(self) -> bool:
+        return self._launch.attempts_outlive_search
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -331,13 +331,13 @@ class RemoteExecutor:
 
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Queue a decision for the next `poll_messages` to write; do nothing if the attempt has ended."""
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
+        """Queue an answer for the next `poll_messages` to write; do nothing if the attempt has ended."""
         if (attempt := self._attempts.get(trial)) is None:
             return
-        if isinstance(decision, ContinueTraining):
-            attempt.milestone = decision.decision_step
-        self._queued_answers.append(attempt.address_answer(UNSOLICITED_STEP if step is None else step, decision))
+        if isinstance(answer, ContinueTraining):
+            attempt.milestone = answer.decision_step
+        self._queued_answers.append(attempt.address_answer(UNSOLICITED_STEP if step is None else step, answer))
 
     def stop_all(self) -> None:
         """Request every trial to save and end. After an error of the target, call this method again."""
@@ -437,7 +437,7 @@ class RemoteExecutor:
         first = {answer[:3]: answer for answer in reversed(answers)}
 
         def write_all(store: ObjectStore) -> None:
-            for _ in store.map(lambda answer: send_answer(store, *answer), first.values()):
+            for _ in store.map(lambda answer: write_answer(store, *answer), first.values()):
                 pass
 
         if answers:

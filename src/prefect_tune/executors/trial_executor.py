@@ -90,8 +90,8 @@ class TrialExecutor(Protocol):
         """Whether attempts run on other machines, and post their events to outboxes."""
 
     @property
-    def is_detached(self) -> bool:
-        """Whether an attempt continues when the search that started the attempt has ended."""
+    def attempts_outlive_search(self) -> bool:
+        """Whether an attempt continues when the search that started it has ended; implies `is_remote`."""
 
     def __len__(self) -> int: ...
 
@@ -100,11 +100,8 @@ class TrialExecutor(Protocol):
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         """Start the requested attempt of a trial; find it if it already runs on another machine."""
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Send a decision to a trial that waits at `step`, or an unsolicited decision if `step` is None.
-
-        Do nothing if the trial has already ended.
-        """
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
+        """Answer a trial that waits at `step`, or send it an unsolicited answer if None; do nothing if it has ended."""
 
     def stop_all(self) -> None:
         """Request every trial to save and end."""
@@ -127,7 +124,7 @@ def stop_and_wait(
     `journal` is called with the events since its last call, possibly none. If attempts continue after their search, do
     nothing: the next owner takes over these attempts. Raises the errors of `stop_all`.
     """
-    if executor.is_detached:
+    if executor.attempts_outlive_search:
         return
     try:
         executor.stop_all()
@@ -186,7 +183,7 @@ class LocalExecutor:
     """Runs attempts on this machine, each as a task in a thread that supervises a separate process."""
 
     is_remote = False
-    is_detached = False
+    attempts_outlive_search = False
 
     def __init__(
         self, pool: TrialProcessPool, environments: Sequence[Mapping[str, str]] = (), *, launch: LaunchAttempt
@@ -216,10 +213,10 @@ class LocalExecutor:
             request = replace(request, environment={**request.environment, **self._environments[slot]})
         self._launch(spec, request, channel, lambda error: self._inbox.put(AttemptExited(trial, error)))
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step  # the channel belongs to the waiting attempt
         if trial in self._channels:
-            self._channels[trial].send_decision(decision)
+            self._channels[trial].send_answer(answer)
 
     def stop_all(self) -> None:
         for channel in self._channels.values():

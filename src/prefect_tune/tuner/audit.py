@@ -62,7 +62,7 @@ from prefect_tune.parameters.plan_checks import with_default_samples
 from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, list_unstored_options
 from prefect_tune.trust import find_code_choices
 from prefect_tune.tuner.run_search import deduplicate_prior_trials, make_search_policy
-from prefect_tune.tuner.search_policy import SearchPolicy, make_finish_event, pending_decision, trial_id
+from prefect_tune.tuner.search_policy import SearchPolicy, format_trial_id, make_finish_event, pending_decision
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_EVENT_LENGTH = 400
@@ -395,7 +395,7 @@ class _Auditor:
             return _Expectation([TrialResumed(trial=paused)])
         if policy.schedule.is_waiting():
             return _Expectation((), "no new trial yet: the scheduler waits for others")
-        name = trial_id(policy.proposed_count)
+        name = format_trial_id(policy.proposed_count)
         if unknown := self._plans[before.term].unknown.get("search"):
             renamed = event.model_copy(update={"trial": name})
             return _Underivable(unknown) if event.trial == name else _Expectation([renamed])
@@ -454,7 +454,7 @@ class _Auditor:
     def _expect_resume(self, policy: SearchPolicy, trial: Trial, event: TrialResumed, plan: _AuditPlan) -> _Derived:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
-        if policy.should_resume(trial) or policy.schedule.next_trial_to_resume() == trial.id:
+        if policy.resumes_without_scheduler(trial) or policy.schedule.next_trial_to_resume() == trial.id:
             return _Expectation([event])
         _signal_if_search_exhausted(policy, plan)
         paused_trial = policy.schedule.next_trial_to_resume()

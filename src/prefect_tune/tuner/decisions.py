@@ -66,7 +66,7 @@ class FailureHandler:
         self._undecidable_trials: dict[str, Reason] = {}  # by trial: the error of a report that lacked the metric
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
-        """Whether this run, or a remote attempt that outlived an earlier run, has trained a step."""
+        """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
         self._import_failure = ""  # the first failed import before any training: it would fail in all trials
 
     def require_loaded_trainable(self) -> None:
@@ -94,26 +94,25 @@ class FailureHandler:
             self._stop_handler.is_stopping = True
             return
         if not isinstance(decide_after_failure(trial, cause, self._limits.plan.failure_policy), FailTrial | EndRun):
-            name, reason = f"trial {trial.id}: " if trial.proposed_by_search else "", first_line(trial.reason)
+            prefix, reason = f"trial {trial.id}: " if trial.proposed_by_search else "", first_line(trial.reason)
             next_try = "the next run retries it" if self._stop_handler.is_stopping else "retrying"
-            self._log.warning("%sattempt %d failed (%s), %s: %s", name, trial.attempt, cause, next_try, reason)
+            self._log.warning("%sattempt %d failed (%s), %s: %s", prefix, trial.attempt, cause, next_try, reason)
         self.retry_or_give_up(trial.id, cause)
 
-    def retry_or_give_up(self, trial: str, cause: Cause) -> None:
+    def retry_or_give_up(self, trial_id: str, cause: Cause) -> None:
         """Retry a trial from its newest good checkpoint within its retry budgets; otherwise give it up."""
-        state = self._pending_entry.state.trial(trial)
-        match decide_after_failure(state, cause, self._limits.plan.failure_policy):
+        trial = self._pending_entry.state.trial(trial_id)
+        match decide_after_failure(trial, cause, self._limits.plan.failure_policy):
             case RetryTrial() | EndRun():
-                self._ready_queue.append(trial)
+                self._ready_queue.append(trial_id)
             case QuarantineCheckpoint(sequence=sequence, reason=reason):
-                name = f"trial {trial}: " if state.proposed_by_search else ""
-                self._log.error("%scheckpoint quarantined: %s", name, first_line(reason))
-                self._pending_entry.add_event(
-                    CheckpointQuarantined(trial=trial, sequence=sequence, reason=reason, crashes_trainable=True)
-                )
-                self._ready_queue.append(trial)
+                prefix = f"trial {trial_id}: " if trial.proposed_by_search else ""
+                self._log.error("%scheckpoint quarantined: %s", prefix, first_line(reason))
+                event = CheckpointQuarantined(trial=trial_id, sequence=sequence, reason=reason, crashes_trainable=True)
+                self._pending_entry.add_event(event)
+                self._ready_queue.append(trial_id)
             case FailTrial(reason=reason):
-                self.give_up(trial, cause, reason)
+                self.give_up(trial_id, cause, reason)
             case never:
                 assert_never(never)
 
@@ -128,43 +127,44 @@ class FailureHandler:
         else:
             self.retry_or_give_up(trial.id, cause)
 
-    def on_attempt_lost(self, trial: str, error: BaseException | None) -> None:
-        """Count a machine failure for an attempt that ended without journaling its end; retry its trial or give it up.
+    def count_lost_attempt(self, trial_id: str, error: BaseException | None) -> None:
+        """Count a lost attempt: it exited without its end in the journal. Retry its trial or give it up.
 
-        The journal does not hold these failures: each run counts its own. Raises like `on_attempt_failed`.
+        The count is not stored: each owner counts its own. `Driver._end_attempt_if_lost` adds the attempt's end to the
+        journal, when the trial leaves the queue. Raises like `on_attempt_failed`.
         """
         reason = make_reason("no-result") if error is None else f"{type(error).__name__}: {error}"
-        newest = newest_checkpoint(self._pending_entry.state.trial(trial))
+        newest = newest_checkpoint(self._pending_entry.state.trial(trial_id))
         sequence = newest.sequence if newest else 0
-        earlier_count, earlier_sequence = self._lost_attempts.get(trial, (0, sequence))
+        earlier_count, earlier_sequence = self._lost_attempts.get(trial_id, (0, sequence))
         count = 1 if sequence > earlier_sequence else earlier_count + 1
-        self._lost_attempts[trial] = (count, sequence)
+        self._lost_attempts[trial_id] = (count, sequence)
         if count > self._limits.plan.failure_policy.max_machine_failures:
             if isinstance(error, _TARGET_ERRORS):
                 raise error
-            self.give_up(trial, Cause.MACHINE, make_reason("attempts-lost", count=count, error=reason))
+            self.give_up(trial_id, Cause.MACHINE, make_reason("attempts-lost", count=count, error=reason))
         else:
-            self._pending_entry.observer.on_attempt_lost(self._pending_entry.state.trial(trial), str(reason))
-            self._ready_queue.append(trial)
+            self._pending_entry.observer.on_attempt_lost(self._pending_entry.state.trial(trial_id), str(reason))
+            self._ready_queue.append(trial_id)
 
-    def record_undecidable(self, trial: str, error: BadMetric) -> StopTrial:
+    def record_undecidable(self, trial_id: str, error: BadMetric) -> StopTrial:
         """Record that the scheduler cannot decide about a trial, so that it is given up; return the answer."""
-        reason = self._undecidable_trials[trial] = make_reason("raised", text=str(error))
-        errored = AttemptEnded(trial=trial, cause=Cause.BAD_METRIC, reason=reason)
+        reason = self._undecidable_trials[trial_id] = make_reason("raised", text=str(error))
+        errored = AttemptEnded(trial=trial_id, cause=Cause.BAD_METRIC, reason=reason)
         return StopTrial(outcome=errored, save=False)
 
-    def give_up_if_undecidable(self, trial: str) -> bool:
-        """Give up `trial` if the scheduler could not decide about it; return whether it was given up."""
-        reason = self._undecidable_trials.pop(trial, None)
+    def give_up_if_undecidable(self, trial_id: str) -> bool:
+        """Give up a trial if the scheduler could not decide about it; return whether it was given up."""
+        reason = self._undecidable_trials.pop(trial_id, None)
         if reason is not None:
-            self.give_up(trial, Cause.BAD_METRIC, reason)
+            self.give_up(trial_id, Cause.BAD_METRIC, reason)
         return reason is not None
 
-    def give_up(self, trial: str, cause: Cause, reason: Reason) -> None:
+    def give_up(self, trial_id: str, cause: Cause, reason: Reason) -> None:
         """Mark a trial as errored; end the experiment if `fail_fast` requires it."""
-        self._pending_entry.add_event(TrialErrored(trial=trial, cause=cause, reason=reason))
+        self._pending_entry.add_event(TrialErrored(trial=trial_id, cause=cause, reason=reason))
         trials, fail_fast = self._pending_entry.state.trials, self._limits.plan.fail_fast
-        end_reason = end_reason_after_error(trials[trial], trials.values(), fail_fast=fail_fast)
+        end_reason = end_reason_after_error(trials[trial_id], trials.values(), fail_fast=fail_fast)
         if end_reason is not None:
             self._stop_handler.stop_experiment(end_reason)
 
@@ -187,21 +187,21 @@ class DecisionHandler:
         self._failure_handler = failure_handler
         self._saves_at_end = saves_at_end
 
-    def answer_report(self, name: str, report: StepReport) -> None:
+    def answer_report(self, trial_id: str, report: StepReport) -> None:
         """Decide about the report of a trial that waits for a decision, and send the answer."""
         try:
-            answer = self._make_answer(name, self._get_or_make_decision(name, report))
+            answer = self._make_answer(trial_id, self._get_or_make_decision(trial_id, report))
         except BadMetric as error:
-            answer = self._failure_handler.record_undecidable(name, error)
-        self._send_after_write(name, answer, report.step)
+            answer = self._failure_handler.record_undecidable(trial_id, error)
+        self._send_after_write(trial_id, answer, report.step)
 
-    def send_decision(self, name: str, decision: Decision, step: int) -> None:
+    def send_decision(self, trial_id: str, decision: Decision, step: int) -> None:
         """Send a trial at `step` the answer for a journaled decision."""
-        self._send_after_write(name, self._make_answer(name, decision), step)
+        self._send_after_write(trial_id, self._make_answer(trial_id, decision), step)
 
-    def decide_missed_milestone(self, name: str) -> None:
+    def decide_missed_milestone(self, trial_id: str) -> None:
         """Decide at a milestone that was reported before a crash; the step is not trained again."""
-        trial = self._pending_entry.state.trial(name)
+        trial = self._pending_entry.state.trial(trial_id)
         milestone = self._policy.next_milestone(trial)
         if milestone is None or trial.step < milestone or trial.pending_exploit is not None:
             return  # the trial has not reached the milestone, or its weights are about to be replaced
@@ -209,43 +209,43 @@ class DecisionHandler:
         if trial.phase is not Phase.PENDING or newest is None or newest.step != trial.step:
             return  # the next attempt does not start at the last reported step
         try:
-            answer = self._make_answer(name, self._get_or_make_decision(name, last_report(trial)))
+            answer = self._make_answer(trial_id, self._get_or_make_decision(trial_id, last_report(trial)))
         except BadMetric as error:
-            self._failure_handler.record_undecidable(name, error)
-            self._failure_handler.give_up_if_undecidable(name)
+            self._failure_handler.record_undecidable(trial_id, error)
+            self._failure_handler.give_up_if_undecidable(trial_id)
             return
         if isinstance(answer, StopTrial):
             self._pending_entry.add_event(answer.outcome)
 
-    def _get_or_make_decision(self, name: str, report: StepReport) -> Decision:
+    def _get_or_make_decision(self, trial_id: str, report: StepReport) -> Decision:
         """Return the journaled decision if it has had no effect yet; otherwise make a decision, and journal it."""
-        trial = self._pending_entry.state.trial(name)
+        trial = self._pending_entry.state.trial(trial_id)
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.decision is not None:
             return last_decision.decision
         decision = self._policy.decide(trial, report)
-        self._pending_entry.add_event(DecisionMade(trial=name, report=report, decision=decision))
+        self._pending_entry.add_event(DecisionMade(trial=trial_id, report=report, decision=decision))
         return decision
 
-    def _make_answer(self, name: str, decision: Decision) -> ContinueTraining | StopTrial:
+    def _make_answer(self, trial_id: str, decision: Decision) -> ContinueTraining | StopTrial:
         """Return the answer for a decision; journal the resume of a paused trial that can continue at once."""
         match decision:
             case Continue():
-                return self._make_continue_answer(name)
+                return self._make_continue_answer(trial_id)
             case Pause(reason=reason):
-                if self._policy.schedule.next_trial_to_resume() == name:  # no other trial needs the slot
-                    self._pending_entry.add_event(TrialResumed(trial=name))
-                    return self._make_continue_answer(name)
-                return StopTrial(outcome=TrialPaused(trial=name, reason=reason), save=True)
+                if self._policy.schedule.next_trial_to_resume() == trial_id:  # no other trial needs the slot
+                    self._pending_entry.add_event(TrialResumed(trial=trial_id))
+                    return self._make_continue_answer(trial_id)
+                return StopTrial(outcome=TrialPaused(trial=trial_id, reason=reason), save=True)
             case Stop() as stop:
-                return StopTrial(outcome=make_finish_event(name, stop), save=self._saves_at_end)
+                return StopTrial(outcome=make_finish_event(trial_id, stop), save=self._saves_at_end)
             case Exploit(reason=reason):
-                return StopTrial(outcome=TrialPaused(trial=name, reason=reason), save=False)
+                return StopTrial(outcome=TrialPaused(trial=trial_id, reason=reason), save=False)
             case never:
                 assert_never(never)
 
-    def _make_continue_answer(self, name: str) -> ContinueTraining:
-        return ContinueTraining(decision_step=self._policy.next_milestone(self._pending_entry.state.trial(name)))
+    def _make_continue_answer(self, trial_id: str) -> ContinueTraining:
+        return ContinueTraining(decision_step=self._policy.next_milestone(self._pending_entry.state.trial(trial_id)))
 
-    def _send_after_write(self, name: str, answer: ContinueTraining | StopTrial, step: int) -> None:
-        self._pending_entry.after_write(lambda: self._executor.send_decision(name, answer, step))
+    def _send_after_write(self, trial_id: str, answer: ContinueTraining | StopTrial, step: int) -> None:
+        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial_id, answer, step))

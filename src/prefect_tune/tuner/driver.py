@@ -77,10 +77,10 @@ from prefect_tune.tuner.pending_entry import BackgroundWorker, PendingEntry
 from prefect_tune.tuner.search_policy import (
     ONLY_TRIAL,
     SearchPolicy,
+    format_trial_id,
     make_extension_event,
     make_finish_event,
     make_retry_event,
-    trial_id,
 )
 from prefect_tune.tuner.stop_requests import StopHandler, StopSource
 
@@ -90,10 +90,18 @@ _MAX_STARTS = 8  # per pass of the loop, so that running trials get answers soon
 
 
 class Driver:
-    """One owner's run of an experiment, and the only writer of its journal.
+    """Drives an experiment during one owner's term; the only writer of its journal.
 
     Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
     Attempts in this process submit their events; attempts on other machines post them, and the driver reads the posts.
+
+    When an attempt has exited, these act, in this order:
+
+    1. `_handle_attempt_exit` journals its remaining posts. What it does next depends on the phase that the attempt's
+       last event left: it finishes the trial or gives it up; or it adds it to `_ready_queue`, which the handlers share.
+    2. `_take_next_trial` takes it from the queue once a slot is free. If the attempt was lost, it now ends in the
+       journal. A missed decision is made up for; after it, the trial may be paused or ended, and is not started.
+    3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts it.
     """
 
     def __init__(
@@ -106,28 +114,28 @@ class Driver:
         *,
         log: Log,
         observer: SearchObserver,
-        make_first_events: Callable[[], Sequence[Event]] = tuple,  # called once, before the first attempt
+        make_code_change_events: Callable[[], Sequence[Event]] = tuple,  # called once, before the first attempt
     ) -> None:
         self._spec = spec
         self._observer = observer
-        self._make_first_events = make_first_events
+        self._make_code_change_events = make_code_change_events
         self._limits = limits
         self._policy = policy
         self._executor = executor
         self._log = log
         self._target = journal_writer.target
         self._background_worker = worker = BackgroundWorker(self._target)
-        self._pending_entry = PendingEntry(journal_writer, policy, observer, spec.sync.sync_period, worker)
+        self._pending_entry = entry = PendingEntry(journal_writer, policy, observer, spec.sync.sync_period, worker)
         self._curves = ReportReader(self._target, journal_writer.experiment.key) if spec.needs_history else None
-        self._stop_handler = StopHandler(limits, policy, executor, self._pending_entry, self._close_outbox, log)
+        self._stop_handler = StopHandler(limits, policy, executor, entry, self._close_and_journal_outbox, log)
         self._ready_queue: deque[str] = deque()
-        self._failure_handler = FailureHandler(limits, self._pending_entry, self._stop_handler, self._ready_queue, log)
+        self._failure_handler = FailureHandler(limits, entry, self._stop_handler, self._ready_queue, log)
         self._decision_handler = DecisionHandler(
-            policy, executor, self._pending_entry, self._failure_handler, saves_at_end=spec.cadence.at_end
+            policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._previous_attempts: dict[str, int] = {}  # by trial: the number of the attempt before the present one
+        self._attempts_before_start: dict[str, int] = {}  # by trial: its last attempt before the present one
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: the run's clock and the monotonic clock
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial in a slot: run's clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
@@ -155,16 +163,16 @@ class Driver:
         for events in (*unhandled, *submitted):
             self._pending_entry.add_submitted(events)
         with suppress(TuneError):
-            if self._pending_entry.has_waiters:
-                self._pending_entry.write(may_wait=False)
+            if self._pending_entry.has_unfinished_work:
+                self._pending_entry.write(may_defer=False)
 
     def _run_loop(self, stop_source: StopSource) -> Experiment:
-        self._policy.replay(self._state)
+        self._policy.replay(self._experiment)
         self._recover_trials()
         while True:
             self._stop_handler.check_stop_causes(stop_source)
             has_free_slots = not self._stop_handler.is_stopping and self._fill_slots()
-            written = self._pending_entry.write(may_wait=len(self._executor) > 0)
+            written = self._pending_entry.write(may_defer=len(self._executor) > 0)
             stop_source.on_requests_journaled(len(written.stop_requests))
             if not len(self._executor):
                 if is_final_snapshot_due(written):
@@ -175,7 +183,7 @@ class Driver:
             self._handle_messages(self._executor.poll_messages(poll_timeout))
 
     @property
-    def _state(self) -> Experiment:
+    def _experiment(self) -> Experiment:
         """The experiment, including events that are not written yet."""
         return self._pending_entry.state
 
@@ -186,41 +194,45 @@ class Driver:
         """Start at most `_MAX_STARTS` trials; return whether slots are still free and more trials may be ready."""
         free = self._limits.max_concurrent_trials - len(self._executor)
         for _ in range(min(free, _MAX_STARTS)):
-            if (trial := self._take_next_trial()) is None:
+            if (trial_id := self._take_next_trial()) is None:
                 return False
-            self._start_attempt(trial)
+            self._start_attempt(trial_id)
         return free > _MAX_STARTS
 
     def _take_next_trial(self) -> str | None:
         while self._ready_queue:
-            trial = self._ready_queue.popleft()
-            self._end_attempt_if_vanished(trial)
-            if not self._has_queued_attempt(trial):
-                self._decision_handler.decide_missed_milestone(trial)
-            state = self._state.trial(trial)
+            trial_id = self._ready_queue.popleft()
+            self._end_attempt_if_lost(trial_id)
+            if not self._has_unstarted_remote_attempt(trial_id):
+                self._decision_handler.decide_missed_milestone(trial_id)
+            trial = self._experiment.trial(trial_id)
             if self._stop_handler.is_stopping:
                 return None
-            if state.phase is Phase.PENDING:
-                return trial
-            self._resume_if_due(state)
+            if trial.phase is Phase.PENDING:
+                return trial_id
+            self._resume_unless_scheduler_paused(trial)
         if self._limits.plan.effective_rerun_errored == "only":
             return None
         self._stop_unneeded_trials()
-        if (paused_trial := self._policy.schedule.next_trial_to_resume()) is None:
+        if (paused_id := self._policy.schedule.next_trial_to_resume()) is None:
             return None if self._policy.schedule.is_waiting() else self._propose_trial()
-        return self._resume_trial(paused_trial)
+        return self._resume_trial(paused_id)
+
+    def _holds_slot(self, trial_id: str) -> bool:
+        """Return whether an attempt is running or its start requested; `_executor` has it only after a write."""
+        return trial_id in self._slot_starts
 
     def _stop_unneeded_trials(self) -> None:
         schedule = self._policy.schedule
-        while (stop := schedule.next_trial_to_stop()) is not None and stop[0] not in self._slot_starts:
+        while (stop := schedule.next_trial_to_stop()) is not None and not self._holds_slot(stop[0]):
             self._add_event(make_finish_event(*stop))
 
-    def _resume_trial(self, trial: str) -> str | None:
+    def _resume_trial(self, trial_id: str | None) -> str | None:
         """Resume a paused trial, and return its id; None while its attempt still saves the checkpoint of the pause."""
-        if trial in self._slot_starts:  # `_executor` has the trial only after its start is journaled
+        if trial_id is None or self._holds_slot(trial_id):
             return None
-        self._add_event(TrialResumed(trial=trial))
-        return trial
+        self._add_event(TrialResumed(trial=trial_id))
+        return trial_id
 
     def _propose_trial(self) -> str | None:
         if self._is_search_exhausted:
@@ -228,16 +240,16 @@ class Driver:
         match self._policy.suggest():
             case Proposed(config=config):
                 fingerprint, by_search = self._spec.fingerprint, self._spec.proposed_by_search
-                trial = trial_id(self._policy.proposed_count) if by_search else ONLY_TRIAL
-                added = TrialAdded(trial=trial, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
+                trial_id = format_trial_id(self._policy.proposed_count) if by_search else ONLY_TRIAL
+                added = TrialAdded(trial=trial_id, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
                 self._add_event(added)
-                return trial
-            case Wait():
-                is_busy = len(self._executor) or self._pending_entry.has_waiters
+                return trial_id
+            case Wait():  # a start that is not sent yet is work, too: it can let the search propose again
+                is_busy = len(self._executor) or self._pending_entry.has_unfinished_work
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
                 if self._spec.proposed_by_search:
-                    are_fewer = len(self._state.trials) < (self._limits.plan.trial_count or math.inf)
+                    are_fewer = len(self._experiment.trials) < (self._limits.plan.trial_count or math.inf)
                     self._log.info("no more trials: %s", reason, extra=NOTICE if are_fewer else None)
                 self._is_search_exhausted = True
                 return self._resume_without_new_trials()
@@ -247,36 +259,36 @@ class Driver:
     def _resume_without_new_trials(self) -> str | None:
         self._policy.schedule.on_search_exhausted()
         self._stop_unneeded_trials()
-        paused_trial = self._policy.schedule.next_trial_to_resume()
-        return self._resume_trial(paused_trial) if paused_trial is not None else None
+        return self._resume_trial(self._policy.schedule.next_trial_to_resume())
 
-    def _start_attempt(self, trial: str, *, reattaches: bool = False) -> None:
+    def _start_attempt(self, trial_id: str, *, reattaches: bool = False) -> None:
         if not reattaches:
-            for event in self._make_first_events():
+            for event in self._make_code_change_events():
                 self._add_event(event)
-            self._make_first_events = tuple
-            self._clone_for_exploit(self._state.trial(trial))
-            if self._executor.is_remote and self._state.trial(trial).outbox is None:
-                self._add_event(AttemptLaunched(trial=trial, outbox=self._state.trial(trial).outbox_count + 1))
-        state = self._state.trial(trial)
-        milestone = self._policy.next_milestone(state)
-        self._previous_attempts[trial] = state.attempt - reattaches
-        self._slot_starts[trial] = run_clock_now(), time.monotonic()
-        self._pending_entry.after_write(lambda: self._send_attempt_request(trial, milestone))
+            self._make_code_change_events = tuple
+            self._clone_for_exploit(self._experiment.trial(trial_id))
+            trial = self._experiment.trial(trial_id)
+            if self._executor.is_remote and trial.outbox is None:
+                self._add_event(AttemptLaunched(trial=trial_id, outbox=trial.outbox_count + 1))
+        trial = self._experiment.trial(trial_id)
+        milestone = self._policy.next_milestone(trial)
+        self._attempts_before_start[trial_id] = trial.attempt - reattaches
+        self._slot_starts[trial_id] = run_clock_now(), time.monotonic()
+        self._pending_entry.run_after_prompt_write(lambda: self._send_attempt_request(trial_id, milestone))
         if reattaches:
-            self._resend_answers(trial)
+            self._resend_answers(trial_id)
 
-    def _send_attempt_request(self, name: str, milestone: int | None) -> None:
+    def _send_attempt_request(self, trial_id: str, milestone: int | None) -> None:
         """Ask the executor to start an attempt, or to reattach to one; the trial's state is journaled."""
-        trial = self._state.trial(name)
+        trial = self._experiment.trial(trial_id)
         request = AttemptRequest(
-            search_term=self._state.term,
+            search_term=self._experiment.term,
             trial=trial.model_copy(update={"policy_events": (), "attempt_records": ()}),
             reports=tuple(self._curves.read_reports(trial)) if self._curves is not None and trial.checkpoints else (),
             decision_step=milestone,
             saves_first=self._policy.schedule.saves_first,
         )
-        self._executor.start_attempt(replace(self._spec, trial=self._state.trial_key(name)), request)
+        self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
         """Clone the newest checkpoint of the exploited trial that a step can follow; if there is none, one of `trial`.
@@ -286,7 +298,7 @@ class Driver:
         if (exploit := trial.pending_exploit) is None:
             return
         for source in (exploit.source, trial.id):
-            ref = find_clonable_checkpoint(self._state.trial(source), self._limits.plan.stopper.step_count)
+            ref = find_clonable_checkpoint(self._experiment.trial(source), self._limits.plan.stopper.step_count)
             if ref is not None:
                 copy, config, reason = make_clone_ref(trial, ref, source), exploit.config, exploit.reason
                 event = CheckpointCloned(trial=trial.id, checkpoint=copy, source=source, config=config, reason=reason)
@@ -294,18 +306,18 @@ class Driver:
                 return
             self._log.warning("trial %s has no checkpoint from which another step can be trained", source)
 
-    def _resend_answers(self, name: str) -> None:
+    def _resend_answers(self, trial_id: str) -> None:
         """Resend the messages that an attempt may have missed: a stop, and the answer for its present step."""
-        trial = self._state.trial(name)
-        if name in self._state.pending_stops:
-            self._stop_handler.send_stop(name)
+        trial = self._experiment.trial(trial_id)
+        if trial_id in self._experiment.pending_stops:
+            self._stop_handler.send_stop(trial_id)
         if not trial.step:
             return  # the trial has not reported yet; step 0 is the key of unsolicited answers
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
-            self._decision_handler.answer_report(name, last_report(trial))
+            self._decision_handler.answer_report(trial_id, last_report(trial))
         else:
-            self._decision_handler.send_decision(name, trial.pending_exploit or Continue(), trial.step)
+            self._decision_handler.send_decision(trial_id, trial.pending_exploit or Continue(), trial.step)
 
     def _handle_messages(self, messages: Sequence[Message]) -> None:
         exits: list[AttemptExited] = []
@@ -314,7 +326,7 @@ class Driver:
             match message := self._messages.popleft():
                 case EventsSubmitted():
                     self._update_has_trained(message.events)
-                    before = self._state.trial(message.trial)
+                    before = self._experiment.trial(message.trial)
                     self._pending_entry.add_submitted(message)
                     self._delete_clone_origins(before)
                 case PostArrived():
@@ -330,46 +342,47 @@ class Driver:
                 case never:
                     assert_never(never)
         for attempt_exit in exits:
-            name = attempt_exit.trial
-            self._executor.remove_attempt(name)
-            (since, began), trial = self._slot_starts.pop(name), self._state.trial(name)
+            trial_id = attempt_exit.trial
+            self._executor.remove_attempt(trial_id)
+            (since, began), trial = self._slot_starts.pop(trial_id), self._experiment.trial(trial_id)
             if trial.proposed_by_search:  # a single training has no slots
-                number, held_seconds = max(trial.attempt, self._previous_attempts[name] + 1), time.monotonic() - began
-                self._add_event(SlotFreed(trial=name, attempt=number, since=since, seconds=round(held_seconds, 3)))
+                number = max(trial.attempt, self._attempts_before_start[trial_id] + 1)
+                seconds = round(time.monotonic() - began, 3)
+                self._add_event(SlotFreed(trial=trial_id, attempt=number, since=since, seconds=seconds))
             self._handle_attempt_exit(attempt_exit)
-            trial = self._state.trial(name)
-            was_reattached = name in self._reattached
+            trial = self._experiment.trial(trial_id)
+            was_reattached = trial_id in self._reattached
             if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
                 self._add_event(make_extension_event(trial))  # it met only an earlier owner's criterion
-                self._ready_queue.append(name)
+                self._ready_queue.append(trial_id)
 
     def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
         if any(isinstance(event, StepReported | CheckpointCommitted) for event in events):
             self._failure_handler.has_trained = True
 
-    def _journal_post(self, name: str, number: int, events: Sequence[AttemptEvent]) -> None:
+    def _journal_post(self, trial_id: str, number: int, events: Sequence[AttemptEvent]) -> None:
         """Journal a post of an attempt on another machine; then delete the post and the checkpoints that it retires."""
-        before = self._state.trial(name)
+        before = self._experiment.trial(trial_id)
         if before.outbox is None or number != before.last_post + 1:
             return  # the post was received when the outbox was closed
         try:
-            self._pending_entry.add_events([PostReceived(trial=name, post=number), *events])
+            self._pending_entry.add_events([PostReceived(trial=trial_id, post=number), *events])
         except IllegalTransition as impossible:
             message = "trial %s: the attempt is ended, because its post %d cannot follow the journal: %s"
-            self._log.error(message, name, number, impossible)
-            self._fence_attempt(name, before.outbox)
-            self._add_event(OutboxClosed(trial=name))
+            self._log.error(message, trial_id, number, impossible)
+            self._close_outbox_on_target(trial_id, before.outbox)
+            self._add_event(OutboxClosed(trial=trial_id))
             return
-        folder, outbox = self._state.trial_key(name), before.outbox
-        self._pending_entry.after_next_write(lambda: self._background_worker.delete_post(folder, outbox, number))
+        trial_key, outbox = self._experiment.trial_key(trial_id), before.outbox
+        self._pending_entry.run_after_write(lambda: self._background_worker.delete_post(trial_key, outbox, number))
 
         def delete_retired() -> None:
-            trial = self._state.trial(name)
-            keys = (folder.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
+            trial = self._experiment.trial(trial_id)
+            keys = (trial_key.checkpoint_key(ref) for ref in before.checkpoints if ref.origin is None)
             if retired := [key for key in keys if not is_live_checkpoint(trial, key)]:
-                self._background_worker.delete_checkpoints(folder, trial, retired)
+                self._background_worker.delete_checkpoints(trial_key, trial, retired)
 
-        self._pending_entry.after_next_write(delete_retired)
+        self._pending_entry.run_after_write(delete_retired)
         self._delete_clone_origins(before)
 
     def _delete_clone_origins(self, before: Trial) -> None:
@@ -378,65 +391,64 @@ class Driver:
         The state after that write decides: if a non-owner has just quarantined a checkpoint, none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
-        if not clones or self._state.trial(before.id).checkpoints is before.checkpoints:
+        if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
             return
 
         def delete_collectable_origins() -> None:
-            for key in find_collectable_origins(self._state, clones):
-                self._background_worker.delete_checkpoints(key.trial, self._state.trial(key.trial.trial), [key])
+            for key in find_collectable_origins(self._experiment, clones):
+                self._background_worker.delete_checkpoints(key.trial, self._experiment.trial(key.trial.trial), [key])
 
-        self._pending_entry.after_next_write(delete_collectable_origins)
+        self._pending_entry.run_after_write(delete_collectable_origins)
 
-    def _fence_attempt(self, name: str, outbox: int) -> ClosedOutbox:
-        """Close the trial's outbox on the target, so that its attempt can post nothing more; return the new posts."""
-        trial, write_stamp, owner = self._state.trial(name), new_write_stamp(), str(self._state.owner)
-        return with_store(
-            self._target,
-            lambda store: close_outbox(store, self._state.trial_key(name), outbox, trial.last_post, owner, write_stamp),
-            _IO_TIMEOUT,
-        )
+    def _close_outbox_on_target(self, trial_id: str, outbox: int) -> ClosedOutbox:
+        """Fence the trial's attempt: it can post nothing more. Return the unread posts; journal nothing."""
+        key, last_post = self._experiment.trial_key(trial_id), self._experiment.trial(trial_id).last_post
+        owner, stamp = str(self._experiment.owner), new_write_stamp()
+        close = partial(close_outbox, trial=key, outbox=outbox, after=last_post, closed_by=owner, stamp=stamp)
+        return with_store(self._target, close, _IO_TIMEOUT)
 
-    def _close_outbox(self, name: str) -> None:
-        """Fence the attempt that posts to the trial's outbox, and journal its remaining posts."""
-        trial = self._state.trial(name)
+    def _close_and_journal_outbox(self, trial_id: str) -> None:
+        """Close the trial's outbox, if it is open, on the target; journal its remaining posts and that it is closed."""
+        trial = self._experiment.trial(trial_id)
         if trial.outbox is None:
             return
-        closed = self._fence_attempt(name, trial.outbox)
+        closed = self._close_outbox_on_target(trial_id, trial.outbox)
         for number, post in enumerate(closed.posts, trial.last_post + 1):
-            self._journal_post(name, number, post.events)
+            self._journal_post(trial_id, number, post.events)
         if closed.damage:
-            self._log.error("trial %s: %s. Later posts are ignored", name, closed.damage)
-        if self._state.trial(name).outbox is not None:  # the attempt has not posted its end
-            self._add_event(OutboxClosed(trial=name))
-        if closed.damage and self._state.trial(name).phase is Phase.PENDING:  # the damaged post was its start
-            self._add_event(make_attempt_started(self._state.trial(name)))
+            self._log.error("trial %s: %s. Later posts are ignored", trial_id, closed.damage)
+        if self._experiment.trial(trial_id).outbox is not None:  # the attempt has not posted its end
+            self._add_event(OutboxClosed(trial=trial_id))
+        trial = self._experiment.trial(trial_id)
+        if closed.damage and trial.phase is Phase.PENDING:  # the damaged post was its start
+            self._add_event(make_attempt_started(trial))
 
-    def _has_queued_attempt(self, name: str) -> bool:
-        """Return whether this run reattaches to an attempt that an earlier run launched and that has not begun."""
-        trial = self._state.trial(name)
+    def _has_unstarted_remote_attempt(self, trial_id: str) -> bool:
+        """Return whether an earlier owner launched an attempt that outlives its search and has posted nothing yet."""
+        trial = self._experiment.trial(trial_id)
         is_open = trial.outbox is not None and trial.last_post == 0
-        return self._executor.is_detached and is_open and trial.phase is Phase.PENDING
+        return self._executor.attempts_outlive_search and is_open and trial.phase is Phase.PENDING
 
-    def _end_attempt_if_vanished(self, name: str) -> None:
-        """End an attempt that exited without journaling its end, and adopt its checkpoints.
+    def _end_attempt_if_lost(self, trial_id: str) -> None:
+        """Close the outbox; if the attempt was lost (it exited without its end in the journal), journal its end.
 
-        This includes the checkpoints that the attempt committed after a damaged post.
+        Its checkpoints are adopted, also those committed after a damaged post. `count_lost_attempt` only counts.
         """
-        if not self._has_queued_attempt(name):
-            self._close_outbox(name)
-        trial = self._state.trial(name)
+        if not self._has_unstarted_remote_attempt(trial_id):
+            self._close_and_journal_outbox(trial_id)
+        trial = self._experiment.trial(trial_id)
         if trial.phase is Phase.RUNNING:
-            if trial.supervisor is not None and self._state.owner is not None:
-                mark_attempt_crashed(trial.supervisor, self._state.owner)
-            adopt = partial(make_adoption_events, experiment=self._state, trials=[name])
+            if trial.supervisor is not None and self._experiment.owner is not None:
+                mark_attempt_crashed(trial.supervisor, self._experiment.owner)
+            adopt = partial(make_adoption_events, experiment=self._experiment, trials=[trial_id])
             for event in with_store(self._target, adopt, _IO_TIMEOUT):
                 self._add_event(event)
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
-        """Handle the exit of an attempt, depending on the journaled state of its trial."""
-        self._close_outbox(attempt_exit.trial)
-        trial, error = self._state.trial(attempt_exit.trial), attempt_exit.error
-        has_begun = trial.attempt > self._previous_attempts.pop(trial.id)
+        """Handle the exit of an attempt by the first case that applies: errors, then stops, then the trial's phase."""
+        self._close_and_journal_outbox(attempt_exit.trial)
+        trial, error = self._experiment.trial(attempt_exit.trial), attempt_exit.error
+        has_begun = trial.attempt > self._attempts_before_start.pop(trial.id)
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
         elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
@@ -445,43 +457,42 @@ class Driver:
             self._stop_handler.stop_trial(trial.id, StopRequested(trial=trial.id, reason=str(error)))
         elif isinstance(error, ResumeFailed | InvalidInput):
             self._failure_handler.give_up(trial.id, Cause.TRAINABLE, make_reason("raised", text=str(error)))
-        elif trial.id in self._state.pending_stops:
+        elif trial.id in self._experiment.pending_stops:
             self._stop_handler.finish_trial(trial.id)
-        elif trial.phase is Phase.PENDING and trial.cause is not None and has_begun:
-            self._failure_handler.on_attempt_failed(trial, trial.cause, error)
+        elif (cause := trial.retry_cause) is not None and has_begun:
+            self._failure_handler.on_attempt_failed(trial, cause, error)
         elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
             self._ready_queue.append(trial.id)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.on_attempt_lost(trial.id, error)
+            self._failure_handler.count_lost_attempt(trial.id, error)
         else:
-            self._resume_if_due(trial)
+            self._resume_unless_scheduler_paused(trial)
 
-    def _resume_if_due(self, trial: Trial) -> None:
+    def _resume_unless_scheduler_paused(self, trial: Trial) -> None:
         """Resume a paused trial if it exploits another trial, or if the scheduler did not pause it."""
-        if self._policy.should_resume(trial):
+        if self._policy.resumes_without_scheduler(trial):
             self._add_event(TrialResumed(trial=trial.id))
             self._ready_queue.append(trial.id)
 
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
-        errored = {trial.id for trial in self._state.trials.values() if trial.phase is Phase.ERRORED}
+        errored = {trial.id for trial in self._experiment.trials.values() if trial.phase is Phase.ERRORED}
         # Before requeuing: a trial whose end is not read yet may have to be extended too.
         self._journal_unread_posts(list(self._find_unfinished_trials().values()))
         self._requeue_ended_trials()
-        for name in self._find_unfinished_trials():
-            if self._limits.plan.effective_rerun_errored == "only" and name not in errored:
-                continue
-            self._recover_trial(name)
-        # Write now, so that a stop reaches a reattached attempt as an answer, and does not finish its trial.
-        self._pending_entry.write(may_wait=True)
+        for trial_id in self._find_unfinished_trials():
+            if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
+                self._recover_trial(trial_id)
+        # Writes now if an attempt was reattached: then a stop reaches it as an answer, and does not finish its trial.
+        self._pending_entry.write(may_defer=True)
 
     def _journal_unread_posts(self, trials: Sequence[Trial]) -> None:
         """Journal unread posts in batches: the posts of several days are too many for one timeout."""
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
             """Return the next posts in a trial's open outbox; None if a post cannot be read."""
-            folder, outbox = self._state.trial_key(trial.id), trial.outbox_count
-            read_trial_posts = partial(read_posts, trial=folder, outbox=outbox, after=trial.last_post)
+            trial_key, outbox = self._experiment.trial_key(trial.id), trial.outbox_count
+            read_trial_posts = partial(read_posts, trial=trial_key, outbox=outbox, after=trial.last_post)
             try:
                 return context.run(with_store, self._target, read_trial_posts, _IO_TIMEOUT)
             except (JournalCorrupt, UnknownVersion):
@@ -493,47 +504,55 @@ class Driver:
             unread_trials: list[str] = []
             for trial, posts in zip(trials, results, strict=True):
                 if posts is None:
-                    self._close_outbox(trial.id)
+                    self._close_and_journal_outbox(trial.id)
                     continue
                 for number, post in enumerate(posts, trial.last_post + 1):
                     self._journal_post(trial.id, number, post.events)
                 if len(posts) == MAX_POSTS_PER_READ:
                     unread_trials.append(trial.id)
             if unread_trials:
-                self._pending_entry.write(may_wait=False)
-            trials = [self._state.trial(name) for name in unread_trials]
+                self._pending_entry.write(may_defer=False)
+            trials = [self._experiment.trial(trial_id) for trial_id in unread_trials]
 
     def _find_unfinished_trials(self) -> Mapping[str, Trial]:
         """Return the trials to continue: pending ones, running ones, and paused ones that resume at once."""
-        phases = (Phase.PENDING, Phase.RUNNING)
-        trials = self._state.trials.values()
-        return {trial.id: trial for trial in trials if trial.phase in phases or self._policy.should_resume(trial)}
+        phases, resumes = (Phase.PENDING, Phase.RUNNING), self._policy.resumes_without_scheduler
+        trials = self._experiment.trials.values()
+        return {trial.id: trial for trial in trials if trial.phase in phases or resumes(trial)}
 
-    def _recover_trial(self, name: str) -> None:
-        trial = self._state.trial(name)
-        if self._executor.is_detached and trial.phase is Phase.RUNNING and trial.outbox is not None:
-            self._reattached.add(name)
-            self._start_attempt(name, reattaches=True)  # the attempt outlived its search, and needs no free slot
+    def _recover_trial(self, trial_id: str) -> None:
+        """Prepare a trial for its next attempt.
+
+        - Its attempt runs on another machine, and outlived its search: reattach to it, without a free slot.
+        - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
+        - Its attempt was lost: end it in the journal, with the checkpoints found; then as after any failed attempt.
+        - It is paused: decide what the earlier owner missed; it may resume.
+        """
+        trial = self._experiment.trial(trial_id)
+        is_posting = trial.phase is Phase.RUNNING and trial.outbox is not None
+        if is_posting and self._executor.attempts_outlive_search:
+            self._reattached.add(trial_id)
+            self._start_attempt(trial_id, reattaches=True)
             return
-        self._end_attempt_if_vanished(name)
-        if name in self._state.pending_stops:
-            self._close_outbox(name)
-            self._stop_handler.finish_trial(name)
+        self._end_attempt_if_lost(trial_id)
+        if trial_id in self._experiment.pending_stops:
+            self._close_and_journal_outbox(trial_id)
+            self._stop_handler.finish_trial(trial_id)
             return
-        if self._has_queued_attempt(name):
-            self._ready_queue.append(name)
+        if self._has_unstarted_remote_attempt(trial_id):
+            self._ready_queue.append(trial_id)
             return
-        self._decision_handler.decide_missed_milestone(name)
-        trial = self._state.trial(name)
-        self._resume_if_due(trial)
-        if trial.phase is Phase.PENDING and trial.cause is not None and trial.attempt:
-            self._failure_handler.recover_failed_trial(trial, trial.cause)
+        self._decision_handler.decide_missed_milestone(trial_id)
+        trial = self._experiment.trial(trial_id)
+        self._resume_unless_scheduler_paused(trial)
+        if (cause := trial.retry_cause) is not None and trial.attempt:
+            self._failure_handler.recover_failed_trial(trial, cause)
         elif trial.phase is Phase.PENDING:
-            self._ready_queue.append(name)
+            self._ready_queue.append(trial_id)
 
     def _requeue_ended_trials(self) -> None:
-        """Requeue errored trials that this run retries, and finished trials that no longer meet the stop criterion."""
-        for trial in list(self._state.trials.values()):
+        """Requeue errored trials that are to be rerun, and finished ones that no longer meet the stop criterion."""
+        for trial in list(self._experiment.trials.values()):
             if trial.phase is Phase.ERRORED and self._limits.plan.effective_rerun_errored:
                 self._add_event(make_retry_event(trial))
             elif self._limits.plan.effective_rerun_errored == "only":

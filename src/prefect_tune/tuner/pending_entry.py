@@ -60,10 +60,7 @@ class BackgroundWorker:
         if self._posts_to_delete.empty():
             return
         with self._target.open(timeout=READ_TIMEOUT) as store:  # no retries: maintenance deletes the rest
-            posts: list[tuple[TrialKey, int, int]] = []
-            while not self._posts_to_delete.empty():
-                posts.append(self._posts_to_delete.get())
-            delete_posts(store, posts)
+            delete_posts(store, [self._posts_to_delete.get() for _ in range(self._posts_to_delete.qsize())])
 
     def delete_checkpoints(self, key: TrialKey, trial: Trial, retired: Sequence[CheckpointKey]) -> None:
         """Delete checkpoints that the journal has retired in `trial`."""
@@ -114,8 +111,8 @@ class PendingEntry:
         self._status_changed_at: float | None = None  # the time of the first unwritten change
 
     @property
-    def has_waiters(self) -> bool:
-        """Whether an action or an attempt waits for the next write."""
+    def has_unfinished_work(self) -> bool:
+        """Whether there are actions to run promptly, such as requested starts, or submitted events to write."""
         return bool(self._prompt_actions) or bool(self._submitted)
 
     def add_event(self, event: Event) -> None:
@@ -161,38 +158,32 @@ class PendingEntry:
             raise
         self._submitted.append(submitted)
 
-    def fail_submitted(self, error: BaseException) -> None:
-        """Raise `error` in the attempts whose events are not written yet."""
-        for submitted in self._submitted:
-            submitted.entry_written.set_exception(_write_error_for_attempt(error))
-        self._submitted = []
-
-    def after_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; the next call of `write` writes them."""
+    def run_after_prompt_write(self, action: Callable[[], None]) -> None:
+        """Call `action` once all present events are written; this forces the next `write` to write them."""
         self._prompt_actions.append(action)
 
-    def after_next_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; `write` may still delay them."""
+    def run_after_write(self, action: Callable[[], None]) -> None:
+        """Call `action` once all present events are written; `write` may still defer that."""
         self._delayed_actions.append(action)
 
     def drop_actions(self) -> None:
         """Drop the actions that wait for a write."""
         self._prompt_actions, self._delayed_actions = [], []
 
-    def write(self, *, may_wait: bool) -> Experiment:
+    def write(self, *, may_defer: bool) -> Experiment:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_wait: whether events may stay unwritten until `sync_period` after the last write, or until 2 s after a
+            may_defer: whether events may stay unwritten until `sync_period` after the last write, or until 2 s after a
                 trial's status changed, if no action, attempt or stop request waits for them.
         """
-        has_awaited = any(submitted.is_awaited for submitted in self._submitted)
-        is_needed = has_awaited or self._prompt_actions or self._has_stop_change
+        is_awaited = any(submitted.is_awaited for submitted in self._submitted)
+        is_needed = is_awaited or self._prompt_actions or self._has_stop_change
         now, status_changed_at = time.monotonic(), self._status_changed_at
         is_due = now - self._synced_at >= self._sync_period.total_seconds() or (
             status_changed_at is not None and now - status_changed_at >= _STATUS_DELAY.total_seconds()
         )
-        if self._unwritten and (is_needed or is_due or not may_wait):
+        if self._unwritten and (is_needed or is_due or not may_defer):
             number_before = self._journal_writer.experiment.entry_count
             try:
                 while self._unwritten:
@@ -201,7 +192,9 @@ class PendingEntry:
                     self._journal_writer.write(self._unwritten[:count], write_stamp)
                     self._unwritten, self._retried_write = self._unwritten[count:], None
             except BaseException as error:
-                self.fail_submitted(error)
+                for submitted in self._submitted:
+                    submitted.entry_written.set_exception(_write_error_for_attempt(error))
+                self._submitted = []
                 raise
             self.state = self._journal_writer.experiment
             if is_snapshot_due(self.state, number_before):
@@ -210,8 +203,7 @@ class PendingEntry:
                 submitted.entry_written.set_result(self.state)
             self._submitted = []
             self._prompt_actions, self._delayed_actions = [*self._delayed_actions, *self._prompt_actions], []
-            self._has_stop_change = False
-            self._status_changed_at = None
+            self._has_stop_change, self._status_changed_at = False, None
             self.observer.on_entry_written(self.state)
             self._synced_at = time.monotonic()
         actions, self._prompt_actions = self._prompt_actions, []

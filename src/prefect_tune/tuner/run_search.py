@@ -260,7 +260,7 @@ def _run_search_segment(segment: RunIteration) -> Results:
                     journal_writer,
                     log=log,
                     observer=observer,
-                    make_first_events=lambda: _make_code_change_events(now, state, log),
+                    make_code_change_events=lambda: _make_code_change_events(now, state, log),
                 )
                 final_state = driver.run(stop_requests)
                 warn_of_code_change(final_state, now, NEW_CODE_UNUSED, log)

@@ -3,8 +3,7 @@
 The same history gives the same proposals and decisions, so their state is not stored. A resume creates new objects and
 replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose the configurations
 that the interrupted run would have proposed. For this, they draw random numbers only from a seed and a purpose
-(`core.seeded_random`), read no clock, and use only the journal's facts about a trial: a report reaches them when it is
-journaled as a milestone, not when it arrives.
+(`core.seeded_random`), read no clock, and get a report when it is journaled as a milestone, not when it arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ONLY_TRIAL = "trial"
 """The id of the trial of a single training."""
 
 
-def trial_id(number: int) -> str:
+def format_trial_id(number: int) -> str:
     """Return the id of a search's trial, from its proposal number, which counts from 0."""
     return f"{number:05d}"
 
@@ -81,10 +80,8 @@ class SearchPolicy:
 
     def add_prior_trials(self, prior_trials: Iterable[PriorTrial]) -> int:
         """Pass trials of other experiments to the search, before any other call; return how many it accepts."""
-        return sum(
-            self._search_state.add_prior_trial(trial.config, trial.report, stopped=trial.stopped)
-            for trial in prior_trials
-        )
+        add_prior_trial = self._search_state.add_prior_trial
+        return sum(add_prior_trial(trial.config, trial.report, stopped=trial.stopped) for trial in prior_trials)
 
     def replay(self, experiment: Experiment) -> None:
         """Replay the history of an experiment to the search, the scheduler and the stoppers, in the journal's order."""
@@ -128,11 +125,11 @@ class SearchPolicy:
         (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.id)
         return decision
 
-    def should_resume(self, trial: Trial) -> bool:
-        """Return whether to resume a trial at once: it paused for an exploit, or this scheduler has not paused it.
+    def resumes_without_scheduler(self, trial: Trial) -> bool:
+        """Return whether to resume a paused trial at once, without a turn of the scheduler.
 
-        In the second case, an earlier owner's scheduler paused it, or it paused without a decision. This scheduler
-        resumes or stops the trials that it has paused itself.
+        True if it paused for an exploit, or the present scheduler has not paused it: an earlier owner's did, or it
+        paused without a decision. The scheduler resumes or ends the trials that it has paused itself.
         """
         return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 

@@ -38,7 +38,7 @@ from prefect_tune.core.messages.target_messages import (
     is_request_lost,
     make_stop_event,
     read_stop_request,
-    send_answer,
+    write_answer,
     write_stop_request,
 )
 from prefect_tune.core.reasons import AnyReason, Reason, make_reason
@@ -113,7 +113,7 @@ class StopHandler:
         elif (reason := self._policy.end_reason()) is not None:
             self.stop_experiment(reason)
         if self.is_stopping:
-            self._pending_entry.after_write(self._executor.stop_all)
+            self._pending_entry.run_after_prompt_write(self._executor.stop_all)
 
     def stop_experiment(self, reason: AnyReason) -> None:
         """Journal the end of the experiment and its reason; stop every trial after a save."""
@@ -127,7 +127,7 @@ class StopHandler:
     def send_stop(self, trial: str) -> None:
         """After the next write, tell a running trial to save and end. The command holds the event of its end."""
         command = StopTrial(outcome=self._make_finish_event(trial), save=True)
-        self._pending_entry.after_write(lambda: self._executor.send_decision(trial, command))
+        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial, command))
 
     def _make_finish_event(self, trial: str) -> TrialFinished:
         reason = self._pending_entry.state.pending_stops[trial]
@@ -145,7 +145,7 @@ class StopHandler:
         if trial in self._executor:
             self.send_stop(trial)
         else:
-            self._close_outbox(trial)  # an earlier run may have launched an attempt that has not begun
+            self._close_outbox(trial)  # an earlier owner may have launched an attempt that has not begun
             self.finish_trial(trial)
 
 
@@ -194,19 +194,14 @@ class StopRequestPoller(StopSource):
 
     def take_requests(self) -> Sequence[StopRequest]:
         """Return the requests that were read since the last call."""
-        requests: list[StopRequest] = []
-        with suppress(queue.Empty):
-            while True:
-                requests.append(self._unhandled_requests.get_nowait())
-        return requests
+        return [self._unhandled_requests.get() for _ in range(self._unhandled_requests.qsize())]
 
     def on_requests_journaled(self, count: int) -> None:
         """Let the thread delete the first `count` requests."""
         self._journaled_count = count
 
     def _poll_until_closed(self) -> None:
-        deleted_count = 0
-        is_closed = False
+        deleted_count, is_closed = 0, False
         while not is_closed:
             is_closed = self._closed.wait(self._period.total_seconds())
             if not is_closed:
@@ -351,7 +346,7 @@ class _StopRequestSender:
             finish = TrialFinished(trial=trial.id, reason=self._reason, kind=FinishKind.STOPPED)
             command = StopTrial(outcome=finish, save=True) if self._trial else CheckpointAndStop()
             key, attempt = state.trial_key(trial.id), trial.attempt + (trial.phase is not Phase.RUNNING)
-            send = partial(send_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, answer=command)
+            send = partial(write_answer, trial=key, attempt=attempt, step=UNSOLICITED_STEP, answer=command)
             with_store(self._target, send)
             self._sent_to.add(trial.id)
 

@@ -13,7 +13,7 @@ from prefect_tune.core.experiment.trial_transitions import min_reusable_sequence
 from prefect_tune.core.journal.journal import load_experiment
 from prefect_tune.core.journal_events import AttemptEnded, Cause, CheckpointsRetired, TrialFinished, TrialRequeued
 from prefect_tune.core.messages.process_messages import ContinueTraining
-from prefect_tune.core.messages.target_messages import send_answer
+from prefect_tune.core.messages.target_messages import write_answer
 from prefect_tune.core.operations import trial_gc
 from prefect_tune.core.operations.scrub import quarantine_in_journal, reinstate_in_journal
 from prefect_tune.core.operations.trial_gc import (
@@ -460,7 +460,7 @@ def write_answers(scene: Scene, *attempts: int) -> None:
     key = scene.search.key("s")
     for attempt in attempts:
         for step in (0, 3):
-            send_answer(scene.store, key, attempt, step, ContinueTraining(decision_step=4))
+            write_answer(scene.store, key, attempt, step, ContinueTraining(decision_step=4))
     scene.store.objects[f"{key.answers_folder}/README"] = b"foreign"
     scene.store.objects[f"{key.answers_folder}/1-3.json"] = b"foreign, too"
 

@@ -46,8 +46,8 @@ def make_spec(target: StorageTarget, trial: str = "00000", trainable: str = "") 
 class FarMachines:
     """Starts nothing, and records each request to start an attempt: trial, attempt, milestone."""
 
-    def __init__(self, *, is_detached: bool = True) -> None:
-        self.is_detached = is_detached
+    def __init__(self, *, attempts_outlive_search: bool = True) -> None:
+        self.attempts_outlive_search = attempts_outlive_search
         self.started: list[tuple[str, int, int | None]] = []
         self.requests: list[AttemptRequest] = []
         self.is_withdrawn = False

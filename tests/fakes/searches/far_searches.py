@@ -56,11 +56,11 @@ class FarSearch:
         *,
         samples: int = 1,
         limits: SearchLimits | None = None,
-        is_detached: bool = True,
+        attempts_outlive_search: bool = True,
         period: timedelta | None = None,
         executor: TrialExecutor | None = None,
     ) -> None:
-        self.machines = FarMachines(is_detached=is_detached)
+        self.machines = FarMachines(attempts_outlive_search=attempts_outlive_search)
         with target.open(timeout=timedelta(seconds=9)) as store:
             key = find_current_journal(store, "e")
         request = OwnershipRequest(make_process_owner(), new_write_stamp())
@@ -87,7 +87,7 @@ class FarSearch:
             patch.object(driver, "stop_and_wait", lambda *_: None),  # a dead process stops no trial
         ):
             self._driver.run(self)
-        return self._driver._state
+        return self._driver._experiment
 
     def stop(self, trial: str | None = None) -> None:
         """Ask for a stop, from outside."""

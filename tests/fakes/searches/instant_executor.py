@@ -31,7 +31,7 @@ class InstantExecutor:
     """
 
     is_remote = False
-    is_detached = False
+    attempts_outlive_search = False
 
     def __init__(self, steps: int, on_start: Callable[[str], None] = lambda _: None) -> None:
         self._steps = steps
@@ -57,13 +57,13 @@ class InstantExecutor:
     def _make_attempt(self, trial: Trial) -> _Attempt:
         return _Attempt(trial)
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step
         simulated = self._trials[trial]
-        if isinstance(decision, StopTrial):
-            self._inbox.extend(simulated.stop(decision))
+        if isinstance(answer, StopTrial):
+            self._inbox.extend(simulated.stop(answer))
         else:
-            self._train(simulated, decision.decision_step, saves=simulated.saves_first)
+            self._train(simulated, answer.decision_step, saves=simulated.saves_first)
 
     def _train(self, simulated: _Attempt, milestone: int | None, *, saves: bool) -> None:
         simulated.saves_first = saves

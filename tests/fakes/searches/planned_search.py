@@ -97,9 +97,9 @@ class UnreliableExecutor(InstantExecutor):
             self._inbox.appendleft(chosen)
         return super().poll_messages(timeout)
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
         if not self._stopped:
-            super().send_decision(trial, decision, step)
+            super().send_answer(trial, answer, step)
 
     def stop_all(self) -> None:
         """End each attempt that has not sent its end; what it has sent stays."""

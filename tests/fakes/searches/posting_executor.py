@@ -68,9 +68,9 @@ class PostingExecutor:
         act: Callable[[RemoteAttempt], None],
         answer_trial: Callable[[RemoteAttempt, ContinueTraining | StopTrial], None] = lambda _attempt, _answer: None,
         *,
-        is_detached: bool = False,
+        attempts_outlive_search: bool = False,
     ) -> None:
-        self.is_detached = is_detached
+        self.attempts_outlive_search = attempts_outlive_search
         self.attempts: list[RemoteAttempt] = []
         self._act, self._answer_trial = act, answer_trial
         self._running: dict[str, RemoteAttempt] = {}
@@ -86,9 +86,9 @@ class PostingExecutor:
         self.attempts.append(attempt)
         self._act(attempt)
 
-    def send_decision(self, trial: str, decision: ContinueTraining | StopTrial, step: int | None = None) -> None:
+    def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
         del step
-        self._answer_trial(self._running[trial], decision)
+        self._answer_trial(self._running[trial], answer)
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
         del timeout

@@ -235,7 +235,7 @@ def test_a_search_that_cannot_write_its_journal_has_its_trials_end(entries: int,
 
 def test_what_outlives_its_search_is_left_to_the_next_owner(local_target: LocalTarget) -> None:
     executor = Stoppable()
-    executor.is_detached = True
+    executor.attempts_outlive_search = True
     with pytest.raises(StoreUnavailable):
         PlannedSearch(local_target, executor=executor).run(scheduler=STOPPING, write=FailingWriter(2))
     assert not executor.is_stopped

@@ -134,6 +134,7 @@ class Trial(RenamedMembers, Value):
     phase: Phase = Phase.PENDING
     """Its phase; its `status` follows from it."""
     attempt: int = 0
+    """The number of the last attempt that has begun; a launched attempt counts from its `AttemptStarted`."""
     step: int = 0
     """The newest reported step, without steps that were lost."""
     metrics: Mapping[str, Any] = Field(default_factory=dict)
@@ -181,13 +182,13 @@ class Trial(RenamedMembers, Value):
     end_reason: AnyReason = ""
     """Why the trial or its last attempt ended; empty while it runs. `reason` is its text."""
     cause: Cause | None = None
-    """Why the last attempt ended; None if it paused."""
+    """The cause of the last `AttemptEnded`, kept until a pause or a requeue: also while the next attempt runs."""
     finish_kind: FinishKind | None = None
     """How it finished; None if it has not finished."""
     outbox: int | None = None
-    """The number of the open outbox of an attempt on another machine; None if no outbox is open."""
+    """The number of the open outbox: an attempt on another machine may still post to it. None if none is open."""
     outbox_count: int = 0
-    """The number of outboxes so far; the next outbox gets the next number."""
+    """The number of outboxes so far, and the number of the last one, open or closed."""
     last_post: int = 0
     """The last journaled post of the open outbox."""
     launch_term: int = 0
@@ -208,9 +209,14 @@ class Trial(RenamedMembers, Value):
         """Its status: completed, pruned, interrupted, errored, running, paused or pending."""
         if self.phase is Phase.FINISHED:
             return _STATUS_OF_FINISH_KIND.get(self.finish_kind, Status.COMPLETED)
-        if self.phase is Phase.PENDING and self.cause is not None:
+        if self.retry_cause is not None:
             return Status.INTERRUPTED
         return Status(self.phase.value)
+
+    @property
+    def retry_cause(self) -> Cause | None:
+        """The cause of its last attempt's end, while it waits for the next attempt to begin; None at other times."""
+        return self.cause if self.phase is Phase.PENDING else None
 
     @property
     def reason(self) -> str:
@@ -650,10 +656,7 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
 
 
 def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
-    """Retire live and quarantined checkpoints; a retired quarantined checkpoint can no longer be reinstated.
-
-    `limit` is the first sequence of later saves.
-    """
+    """Retire live and quarantined checkpoints (the latter for good); `limit` is the first sequence of later saves."""
     quarantined = trial.quarantined_checkpoints
     unlisted = {item.checkpoint.sequence for item in quarantined} & set(sequences)
     return trial.model_copy(

@@ -50,7 +50,7 @@ class TrialAnswer(Document):
     answer: Annotated[AnyAnswer, Field(discriminator="type")]
 
 
-def send_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
+def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
     """Answer an attempt that waits at `step`. The first answer counts: it was journaled before it was written.
 
     If no owner runs to journal an answer, another process may tell the attempt to stop, at step `UNSOLICITED_STEP`.
