@@ -10,18 +10,20 @@ A single process is rank 0. Of several processes, rank 0 reports and decides; th
 Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
 metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
 
-The trial's own process may start the ranks with a launcher, such as `torchrun`. It is then their parent process
-(`PARENT_RANK`), or rank 0 itself. The attempt ends for the first of these reasons (`_check_outcome`), with its `Cause`:
+If the trial's own process starts ranks with a launcher, such as `torchrun`, it is their parent process: either rank 0
+itself, or not a rank. In the latter case, its messages have the pseudo-rank `PARENT_RANK`.
+
+The first of these reasons ends the attempt (`_check_outcome`); on the right, its `Cause`:
 
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
-    2  a save fails: its files are invalid, or the target fails                  TRAINABLE, MACHINE
+    2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
     3  rank 0 has finished, but another rank waits in a further step             TRAINABLE
-    4  rank 0 (or the parent) has ended; the other ranks get 20 s to end         its outcome
-       or a rank has failed; the root cause gets 1 s to arrive                   the root cause; ranks may hang
+    4  rank 0 or the parent has ended; the other ranks have 20 s to end          as rank 0 or the parent ended
+       or a rank has failed; the root cause has 1 s to arrive                    of the root cause; others are killed
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
     6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
-    7  the whole run stops, and `spec.grace_period` has passed                   PREEMPTED
-    8  nothing has happened for `spec.silence_timeout`                           MACHINE
+    7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
+    8  silence for `spec.silence_timeout`, except in saves and decisions         MACHINE
 
 `StopTrial` ends this attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends it as the
 whole run ends. Neither is a user's stop request, which leads to either. Never: a commit without the part of a rank.
@@ -112,7 +114,7 @@ class _Supervisor:
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
         """(cause order, failure, rank, if any), in order of arrival; the lowest cause order marks the root cause."""
         self._decided_outcome: Outcome | None = None
-        """How rank 0 or the parent process has ended; replaced if another rank then fails in its last step."""
+        """How rank 0 or the parent process ended; a failure of another rank in its last step replaces it."""
         self._last_ranks_deadline: Deadline | None = None
         """The time limit of the other ranks after `_decided_outcome` or the first failure; then the attempt ends."""
         self._rank_0_deadline: Deadline | None = None
@@ -120,7 +122,7 @@ class _Supervisor:
         self._ended_ranks: set[int] = set()
         """The ranks that have sent their last message, or are lost."""
         self._rank_end_reasons: dict[int, AnyReason] = {}
-        """How each rank ended, if known; this is only displayed."""
+        """How each rank ended, if known; journaled for display, decides nothing."""
         self._returned_ranks: set[int] = set()
         """The ranks that have returned, until a warning says that they returned before rank 0's last step."""
         self._steps = 0  # the count of steps that rank 0 has reported in this attempt
@@ -376,7 +378,7 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------ what ends the attempt
 
     def _check_outcome(self) -> Outcome | None:
-        """Return the outcome if the attempt has ended, failed or hung, or its grace period has expired; else None."""
+        """Return the outcome if the attempt ends now; else None. The module's docstring has the order of checks."""
         is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
         if is_users_fault and not self._failures:  # a failing process may delete the files being saved
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))

@@ -138,7 +138,7 @@ class RemoteSearchChannel(SearchChannel):
         return RemoteSearchChannel, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
 
     def use_stop_event(self, stop: threading.Event) -> RemoteSearchChannel:
-        """Use `stop`, an event of this process, as the channel's stop event; return self."""
+        """Use `stop`, an event of this process, as `run_stop`; return self."""
         self.run_stop = stop
         return self
 

@@ -313,7 +313,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 # The channels of an attempt, by rank.
 
 PARENT_RANK: Final = -1
-"""The pseudo-rank of the parent process: the trial's own process, if its launcher has started all ranks."""
+"""The pseudo-rank of the parent process (the trial's own process, if it started ranks) unless it is rank 0 itself."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
@@ -343,7 +343,7 @@ class RankGroup:
         self._channels = dict(enumerate(channels))
         self._open_channels = dict(self._channels)
         self.parent_is_rank_0 = False
-        """Whether the parent process is rank 0 itself: its launcher has started the other ranks only."""
+        """Whether the trial's own process is rank 0, and the parent process of the other ranks."""
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
         self.self_exited_ranks: set[int] = set()
@@ -358,7 +358,7 @@ class RankGroup:
 
     @property
     def has_separate_parent(self) -> bool:
-        """Whether the ranks have a parent process that is not a rank itself."""
+        """Whether the trial's own process is the parent process of all ranks, and not a rank itself."""
         return PARENT_RANK in self._channels
 
     def is_local(self, rank: int) -> bool:
