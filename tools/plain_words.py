@@ -40,7 +40,7 @@ HOPELESS MOMENT PATIENCE SILENCE TRASH
 """
 _ONE_MEANING = """
 has_conditional_create copy create delete list put read replace size begin decide next_milestone
-next_trial_to_resume on_event on_search_exhausted on_trial_added on_trial_ended on_trial_resumed restore_trial
+next_trial_to_resume on_event on_no_new_trial on_trial_added on_trial_ended on_trial_resumed restore_trial
 suggest trial_count to_json_form load_checkpoint save_checkpoint setup step report
 close end name open run send stop train write
 """

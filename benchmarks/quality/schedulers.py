@@ -72,8 +72,8 @@ class RecordingSchedule(Schedule):
     def on_trial_ended(self, trial: str) -> None:
         self._call("on_trial_ended", trial)
 
-    def on_search_exhausted(self) -> None:
-        self._call("on_search_exhausted")
+    def on_no_new_trial(self) -> None:
+        self._call("on_no_new_trial")
 
     def next_milestone(self, trial: str, step: int) -> int | None:
         milestone: int | None = self._call("next_milestone", trial, step)

@@ -456,7 +456,7 @@ class _Auditor:
             return _Underivable(unknown_reason)
         if policy.resumes_without_scheduler(trial) or policy.schedule.next_trial_to_resume() == trial.id:
             return _Expectation([event])
-        _signal_if_search_exhausted(policy, plan)
+        _signal_if_no_new_trial(policy, plan)
         paused_trial = policy.schedule.next_trial_to_resume()
         return _Expectation([TrialResumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
@@ -472,10 +472,10 @@ class _Auditor:
         if unknown_reason := plan.unknown.get("scheduler"):
             return _Underivable(unknown_reason)
         if policy.schedule.next_trial_to_stop() is None:
-            _signal_if_search_exhausted(policy, plan)
-        if (stopped := policy.schedule.next_trial_to_stop()) is None:
+            _signal_if_no_new_trial(policy, plan)
+        if (trial_and_stop := policy.schedule.next_trial_to_stop()) is None:
             return _Expectation((), "this trial does not end here")
-        return _Expectation([make_finish_event(*stopped)])
+        return _Expectation([make_finish_event(*trial_and_stop)])
 
     def _expect_search_stop(self, before: Experiment, policy: SearchPolicy, event: StopRequested) -> _Derived:
         if event.request is not None or event.trial is not None:
@@ -521,10 +521,10 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
     return _Expectation([event.model_copy(update=expected_values)])
 
 
-def _signal_if_search_exhausted(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Tell the scheduler that the search is exhausted, unless it proposes a trial; an unknown search proposes none."""
+def _signal_if_no_new_trial(policy: SearchPolicy, plan: _AuditPlan) -> None:
+    """Tell the schedule that no new trial can start, unless the search proposes one; an unknown one proposes none."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
-        policy.schedule.on_search_exhausted()
+        policy.schedule.on_no_new_trial()
 
 
 def _describe_next_decision(trial: Trial, milestone: int | None) -> str:

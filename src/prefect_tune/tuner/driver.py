@@ -257,7 +257,7 @@ class Driver:
                 assert_never(never)
 
     def _resume_without_new_trials(self) -> str | None:
-        self._policy.schedule.on_search_exhausted()
+        self._policy.schedule.on_no_new_trial()
         self._stop_unneeded_trials()
         return self._resume_trial(self._policy.schedule.next_trial_to_resume())
 

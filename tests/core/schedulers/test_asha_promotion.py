@@ -125,7 +125,7 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_is_compared_where_it_is(
 def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_others_worst_first() -> None:
     driver = report_losses(0.3, 0.1, 0.2, max_t=9)
     assert driver.resume_all() == ["b"]
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.schedule.next_trial_to_resume() is None
     assert driver.schedule.next_trial_to_stop() is None  # "b" is running, and may still be given up
     assert driver.decide("b", 3, 0.1) == "pause"
@@ -140,7 +140,7 @@ def test_a_small_search_trains_its_best_trial_to_the_end_and_then_stops_the_othe
 
 def test_the_one_that_would_be_trained_to_the_end_is_replaced_if_it_is_given_up_before_its_last_rung() -> None:
     driver = report_losses(0.1, 0.2, max_t=9)
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == ["a"]
     driver.end("a")
     assert driver.resume_all() == ["b"]
@@ -154,14 +154,14 @@ def test_nobody_is_trained_to_the_end_for_want_of_others_once_somebody_was() -> 
     driver = report_losses(*([0.5] * 9), max_t=3)  # one rung
     assert driver.resume_all() == ["a", "b", "c"]
     driver.end("a", "b", "c")
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == []
     assert driver.stop_all() == ["i", "h", "g", "f", "e", "d"]
 
 
 def test_a_new_trial_takes_back_that_there_is_none() -> None:
     driver = report_losses(0.1, 0.2, max_t=9)
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     driver.add("c")
     driver.end("c")
     assert (driver.schedule.next_trial_to_resume(), driver.schedule.next_trial_to_stop()) == (None, None)
@@ -171,7 +171,7 @@ def test_those_who_were_stopped_at_the_end_are_still_compared_with_when_the_sear
     driver = report_losses(0.1, 0.2, 0.3, 0.4, 0.5, max_t=3)
     driver.resume()
     driver.end("a")
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.stop_all() == ["e", "d", "c", "b"]
     driver.add("f")
     assert driver.decide("f", 1, 0.25) == "pause"  # the third of six

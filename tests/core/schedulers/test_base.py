@@ -59,7 +59,7 @@ def test_of_a_score_the_negative_is_its_loss(name: str) -> None:
             assert score.get(compared) == (None if compared not in loss else -loss[compared])
     assert losses.resume_all() == scores.resume_all()
     for driver in (losses, scores):
-        driver.schedule.on_search_exhausted()
+        driver.schedule.on_no_new_trial()
     assert losses.stop_all() == scores.stop_all()
 
 
@@ -147,7 +147,7 @@ def test_nobody_is_ever_asked_paused_or_stopped() -> None:
     assert driver.schedule.next_milestone("a", 0) is None
     assert driver.report("a", 1, float("nan")) == Continue()  # a report without metrics is valid
     driver.schedule.on_trial_resumed("a")
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     driver.end("a")
     assert (driver.resume_all(), driver.stop_all(), driver.schedule.is_waiting()) == ([], [], False)
 
@@ -172,7 +172,7 @@ def answer_by_ours(kind: str, options: Options) -> Answer:
         decision = driver.report(trial, step, value)
         last_steps[trial] = last_steps[decision.source] if decision.type == "exploit" else step
         milestones[trial] = driver.schedule.next_milestone(trial, last_steps[trial])
-        driver.schedule.on_search_exhausted()
+        driver.schedule.on_no_new_trial()
         driver.resume_all()  # each trial has a slot
         if decision.type == "exploit":
             return decision.source

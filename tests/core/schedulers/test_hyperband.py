@@ -168,7 +168,7 @@ def test_a_report_before_the_rung_is_not_compared() -> None:
 def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> None:
     driver = ScheduleDriver(Hyperband(9), *NINE[:7])
     report_losses(driver, 1, {trial: 1 - number / 10 for number, trial in enumerate(NINE[:6])})
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == []  # the seventh trial is still running
     pause = driver.report("t6", 1, 2.0)
     assert pause == Pause(reason=make_reason("waits-for-others", step=1, others=2))
@@ -181,7 +181,7 @@ def test_a_bracket_that_never_fills_is_decided_with_those_who_are_in_it() -> Non
 def test_a_new_trial_takes_back_that_there_is_none_while_the_bracket_is_open() -> None:
     driver = ScheduleDriver(Hyperband(9), *NINE[:3])
     report_losses(driver, 1, dict.fromkeys(NINE[:3], 0.5))
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     driver.add("t3")
     assert driver.resume_all() == []
     assert driver.schedule.next_milestone("t3", 0) == 1
@@ -192,7 +192,7 @@ def test_a_new_trial_takes_back_that_there_is_none_while_the_bracket_is_open() -
 def test_a_bracket_that_was_decided_early_takes_no_more_trials() -> None:
     driver = ScheduleDriver(Hyperband(9), *NINE[:3])
     report_losses(driver, 1, dict.fromkeys(NINE[:3], 0.5))
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == ["t0"]
     driver.add("t3")
     assert driver.schedule.next_milestone("t3", 0) == 3

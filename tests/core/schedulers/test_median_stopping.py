@@ -88,13 +88,13 @@ def test_who_has_given_its_slot_away_gets_one_when_there_is_no_new_trial_the_lea
     driver = ScheduleDriver(MedianStopping(min_time_slice=2, min_samples_required=4), "a", "b")
     driver.decide("a", 3, 0.1)
     driver.decide("b", 2, 0.1)
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == ["b", "a"]
     driver.decide("b", 4, 0.1)
     driver.add("c")
     assert driver.resume_all() == []
     driver.end("b", "a", "c")
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == []
 
 
@@ -102,5 +102,5 @@ def test_a_trial_that_trained_on_though_it_was_to_pause_has_its_slot() -> None:
     driver = ScheduleDriver(SLICED, "a")
     driver.decide("a", 2, 0.5)
     assert driver.decide("a", 3, 0.5) == "continue"
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume_all() == []

@@ -29,7 +29,7 @@ def make_population(size: int = 4, **options: object) -> ScheduleDriver:
     driver = ScheduleDriver(PBT(**{"perturbation_interval": 5, "hyperparam_mutations": MUTATIONS, **options}))
     for number, trial in enumerate("abcdefghijkl"[:size]):
         driver.add(trial, config={"lr": (number + 1) / 10, "width": number})
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     return driver
 
 
@@ -188,7 +188,7 @@ def test_a_population_larger_than_its_slots_takes_turns_and_all_of_it_is_in_the_
     assert driver.resume_all() == []  # a new trial gets the slot
     driver.add("c", config={"lr": 0.5})
     driver.decide("c", 5, 0.05)
-    driver.schedule.on_search_exhausted()
+    driver.schedule.on_no_new_trial()
     assert driver.resume() == "a"
     driver.decide("a", 10, 0.01)
     assert driver.resume() == "c"

@@ -79,13 +79,13 @@ def test_every_experiment_comes_to_its_end_with_no_trial_left_behind(
 
 
 def replay_calls(schedule: Schedule, calls: list[RecordedCall]) -> Schedule:
-    """Replay recorded calls; "on_search_exhausted" is not journaled, so it is repeated only at the end."""
+    """Replay recorded calls; "on_no_new_trial" is not journaled, so it is repeated only at the end."""
     for call in calls:
-        if call.name != "on_search_exhausted":
+        if call.name != "on_no_new_trial":
             call.replay_on(schedule)
-    last = [call.name for call in calls if call.name in {"on_trial_added", "on_search_exhausted"}][-1:]
-    if last == ["on_search_exhausted"]:
-        schedule.on_search_exhausted()
+    last = [call.name for call in calls if call.name in {"on_trial_added", "on_no_new_trial"}][-1:]
+    if last == ["on_no_new_trial"]:
+        schedule.on_no_new_trial()
     return schedule
 
 

@@ -245,7 +245,7 @@ class VirtualRun:
         config = next(self._configs, None)
         if config is None:
             before = (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
-            self._schedule.on_search_exhausted()
+            self._schedule.on_no_new_trial()
             return before != (self._schedule.next_trial_to_resume(), self._schedule.next_trial_to_stop())
         trial = VirtualTrial(f"t{len(self.outcome.trials)}", config, self._training.begin(config))
         self.outcome.trials[trial.id] = trial
@@ -295,8 +295,8 @@ class RecordingSchedule(Schedule):
     def on_trial_ended(self, trial: str) -> None:
         self._record("on_trial_ended", trial)
 
-    def on_search_exhausted(self) -> None:
-        self._record("on_search_exhausted")
+    def on_no_new_trial(self) -> None:
+        self._record("on_no_new_trial")
 
     def next_milestone(self, trial: str, step: int) -> int | None:
         return self._schedule.next_milestone(trial, step)

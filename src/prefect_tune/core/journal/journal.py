@@ -10,9 +10,8 @@ This works for any number of processes that do not know of each other, without l
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
   (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
-- **Non-owners** (quarantine and retirement by another process) append through `append_as_non_owner`, and only
-  `NonOwnerEvent`; the entry names its kind of writer. The owner finds this entry at its next number, applies it and
-  appends after it.
+- **Non-owners** (quarantine and retirement by another process) append only `NonOwnerEvent`, with `append_as_non_owner`;
+  the entry names its kind of writer. The owner finds the entry at its next number, applies it and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
   the existing entry has the same write id, the create has succeeded.
 - **Deletion.** After creating an entry, its writer checks that entry 1 still exists (a deletion removes it first). Only
@@ -127,11 +126,7 @@ def read_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Seq
 
 
 def read_entry_if_exists(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
-    """Return entry `number`; None if it does not exist. Sends one request.
-
-    Raises:
-        JournalCorrupt: the entry is damaged.
-    """
+    """Return entry `number`, None if it does not exist; raise JournalCorrupt if it is damaged. Sends one request."""
     path = journal.entry_path(number)
     return None if (data := _read_if_exists(store, path)) is None else decode_entry(data, path)
 
@@ -379,16 +374,13 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
 
 
-# A snapshot holds the whole experiment after an entry. A process reads it instead of the entries up to that entry.
-#
-# The first line is JSON that holds the experiment without its trials; one line for each trial follows.
+# A snapshot holds the whole experiment after an entry. A process reads it instead of the entries up to that entry. Its
+# first line is JSON that holds the experiment without its trials; one line for each trial follows. The interval between
+# two snapshots grows with the experiment, so that writing them costs about as much as the entries.
 #
 # Only the entries count: a snapshot that is lost, damaged, or of another history or version only costs time. So any
-# process may write it late, twice or never, and failures of a write are ignored. A reader must check the history: a
-# snapshot is used only if it has the digest of its entry. A deleted experiment whose name is used again may have left a
-# snapshot of other entries.
-#
-# The interval between two snapshots grows with the experiment, so that writing them costs about as much as the entries.
+# process may write it late, twice or never, and failures of a write are ignored. A reader uses a snapshot only if it
+# has the digest of its entry: a deleted experiment of the same name may have left a snapshot of other entries.
 
 _TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200

@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, takewhile
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
@@ -29,10 +29,13 @@ from prefect_tune.core.schedulers.base import (
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
 
-# Rungs: the steps at which trials are compared, and the losses of the trials that reached them.
 
-RungEntry: TypeAlias = tuple[float, int, TrialId]
-"""A trial at a rung: its loss, the number of trials that came earlier, and its id. Of equal losses, the first wins."""
+class RungRecord(NamedTuple):
+    """A trial at a rung: its loss, how many trials came earlier, and its id. Of equal losses, the first wins."""
+
+    loss: float
+    arrival: int
+    trial: TrialId
 
 
 @dataclass(slots=True)
@@ -40,25 +43,25 @@ class Rung:
     """The trials that reached a step and the trials paused there, best first: a rank is found in logarithmic time."""
 
     step: int
-    reached: list[tuple[float, int]] = field(default_factory=list)
-    paused: list[RungEntry] = field(default_factory=list)
+    reached: list[tuple[float, int]] = field(default_factory=list)  # (loss, arrival)
+    paused: list[RungRecord] = field(default_factory=list)
 
-    def add_trial(self, trial: TrialId, loss: float) -> RungEntry:
+    def add_trial(self, trial: TrialId, loss: float) -> RungRecord:
         """Add a trial that reached the rung and is not paused."""
-        entry = (loss, len(self.reached), trial)
-        insort(self.reached, entry[:2])
-        return entry
+        record = RungRecord(loss, len(self.reached), trial)
+        insort(self.reached, record[:2])
+        return record
 
-    def mark_paused(self, entry: RungEntry) -> None:
-        insort(self.paused, entry)
+    def mark_paused(self, record: RungRecord) -> None:
+        insort(self.paused, record)
 
-    def mark_resumed(self, entry: RungEntry) -> None:
+    def mark_resumed(self, record: RungRecord) -> None:
         """Mark a paused trial as no longer paused. Its loss stays at the rung."""
-        del self.paused[bisect_left(self.paused, entry)]
+        del self.paused[bisect_left(self.paused, record)]
 
-    def count_better_trials(self, entry: RungEntry) -> int:
+    def count_better_trials(self, record: RungRecord) -> int:
         """Return the number of better trials at the rung."""
-        return bisect_left(self.reached, entry[:2])
+        return bisect_left(self.reached, record[:2])
 
     def compute_promotion_quota(self, reduction_factor: float) -> int:
         """Return the number of trials to promote: 1 / `reduction_factor` of the trials that reached the rung."""
@@ -76,7 +79,7 @@ class Rung:
     def find_promotable_trial(self, reduction_factor: float) -> TrialId | None:
         """Return the best paused trial if its rank is within the quota; otherwise None."""
         if self.paused and self.count_better_trials(self.paused[0]) < self.compute_promotion_quota(reduction_factor):
-            return self.paused[0][2]
+            return self.paused[0].trial
         return None
 
 
@@ -89,8 +92,8 @@ class TrialProgress:
     rung_index: int = -1
     """The index of the rung at which the trial was last compared; -1 before the first comparison."""
     stop_decision: Stop | None = None
-    paused_at: tuple[Rung, RungEntry] | None = None
-    """The rung at which the trial is paused, and its entry there; None while it is not paused."""
+    paused_at: tuple[Rung, RungRecord] | None = None
+    """The rung at which the trial is paused, and its record there; None while it is not paused."""
 
     def find_rung_index(self, step: int) -> int:
         """Return the index of the highest rung at or below `step`; -1 for none."""
@@ -162,7 +165,7 @@ class RungSchedule(Schedule):
 
 
 class StoppingSchedule(RungSchedule):
-    """Stops a trial whose loss is above the 1 / `reduction_factor` quantile of the earlier trials at the rung.
+    """Prunes a trial whose loss is above the 1 / `reduction_factor` quantile of the earlier trials at the rung.
 
     It decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
     whose loss equals the quantile, continue.
@@ -190,8 +193,8 @@ class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
     A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, no trial
-    is running and no trial was promoted from a last rung, then the best paused trial of the highest rung with paused
-    trials resumes: even a small search trains one trial to the end. After that, the other paused trials are stopped.
+    is running and no trial was promoted from the last rung of a bracket, then the best paused trial of the highest rung
+    resumes: even a small search trains one trial to the end. After that, the other paused trials are pruned.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -199,35 +202,35 @@ class PromotionSchedule(RungSchedule):
         rungs = [rung for bracket in brackets.rungs for rung in bracket]
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
         self._running: set[TrialId] = set()
-        self._exhausted = False
-        self._has_finalist = False
+        self._lacks_new_trials = False
+        self._has_promoted_to_end = False  # from the last rung of a bracket: that trial trains to `max_t`
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)
         self._running.add(trial)
-        self._exhausted = False
+        self._lacks_new_trials = False
 
     def next_trial_to_resume(self) -> TrialId | None:
-        if (promotable := self._find_promotable_trial()) or self._has_finalist or self._running or not self._exhausted:
+        promotable = self._find_promotable_trial()
+        if promotable or self._has_promoted_to_end or self._running or not self._lacks_new_trials:
             return promotable
-        return next((rung.paused[0][2] for rung in self._rungs_descending if rung.paused), None)
+        return next((rung.paused[0].trial for rung in self._rungs_descending if rung.paused), None)
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         self._unpause_trial(trial)
         progress = self._progress[trial]
-        self._has_finalist |= progress.rung_index == len(progress.rungs) - 1
+        self._has_promoted_to_end |= progress.rung_index == len(progress.rungs) - 1
         self._running.add(trial)
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        if self._running or not self._exhausted or self.next_trial_to_resume() is not None:
-            return None
-        rung = next((rung for rung in reversed(self._rungs_descending) if rung.paused), None)
-        if rung is None:
-            return None
-        return rung.paused[-1][2], Stop(reason=self._rank_reason(rung, rung.paused[-1]))
+        if not self._running and self._lacks_new_trials and self.next_trial_to_resume() is None:
+            for rung in reversed(self._rungs_descending):
+                if rung.paused:
+                    return rung.paused[-1].trial, Stop(reason=self._rank_reason(rung, rung.paused[-1]))
+        return None
 
-    def on_search_exhausted(self) -> None:
-        self._exhausted = True
+    def on_no_new_trial(self) -> None:
+        self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
         self._unpause_trial(trial)
@@ -236,14 +239,14 @@ class PromotionSchedule(RungSchedule):
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         self._unpause_trial(trial)  # a trial that reports is not paused, even if the last decision was a pause
         rung = progress.rungs[progress.rung_index]
-        entry = rung.add_trial(trial, loss)
-        progress.paused_at = (rung, entry)
-        rung.mark_paused(entry)
+        record = rung.add_trial(trial, loss)
+        progress.paused_at = (rung, record)
+        rung.mark_paused(record)
         self._running.discard(trial)
         if self._find_promotable_trial() == trial:
             self.on_trial_resumed(trial)
             return Continue()
-        return Pause(reason=self._rank_reason(rung, entry))
+        return Pause(reason=self._rank_reason(rung, record))
 
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
         return Pause(reason=self._rank_reason(*progress.paused_at)) if progress.paused_at else Continue()
@@ -251,21 +254,21 @@ class PromotionSchedule(RungSchedule):
     def _unpause_trial(self, trial: TrialId) -> None:
         progress = self._progress[trial]
         if progress.paused_at:
-            rung, entry = progress.paused_at
-            rung.mark_resumed(entry)
+            rung, record = progress.paused_at
+            rung.mark_resumed(record)
             progress.paused_at = None
 
     def _find_promotable_trial(self) -> TrialId | None:
         trials = (rung.find_promotable_trial(self._brackets.reduction_factor) for rung in self._rungs_descending)
         return next((trial for trial in trials if trial), None)
 
-    def _rank_reason(self, rung: Rung, entry: RungEntry) -> Reason:
+    def _rank_reason(self, rung: Rung, record: RungRecord) -> Reason:
         """Return a reason with the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
-            **metric_reason_arguments(entry[0], self._objective),
+            **metric_reason_arguments(record.loss, self._objective),
             step=rung.step,
-            rank=rung.count_better_trials(entry) + 1,
+            rank=rung.count_better_trials(record) + 1,
             ranked=len(rung.reached),
             quota=rung.compute_promotion_quota(self._brackets.reduction_factor),
         )
@@ -281,8 +284,8 @@ class ASHA(Scheduler):
     `variant="promotion"`, the default, is the algorithm of the paper: every trial pauses at each rung, and a free slot
     goes to the best paused trial among the best 1 / `reduction_factor` of its rung; without such a trial, a new trial
     starts. This variant needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial
-    may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it stops the worse trials of a rung,
-    and pauses no trial. Use this variant for a trainable without checkpoints.
+    may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it prunes the worse trials of a rung,
+    pauses no trial, and needs no checkpoints.
 
     Several `brackets` protect against misleading early results: each begins one rung higher than the bracket before,
     and trials are distributed over them in the proportions of Hyperband.

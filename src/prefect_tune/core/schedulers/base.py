@@ -1,8 +1,7 @@
 """The interface of schedulers. A scheduler decides on trials at milestones; the same history gives the same decisions.
 
 `FIFO` lets every trial continue. To add a scheduler, write a file in this folder, and a line in `registry.py`
-(CONTRIBUTING, *Add a scheduler*). Two examples: `StoppingSchedule` in `asha.py` decides by a quantile,
-`MedianStopping` in `median_stopping.py` decides by the median.
+(CONTRIBUTING, *Add a scheduler*). Two examples: `StoppingSchedule` in `asha.py`, and `median_stopping.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Continue(Value):
 class Pause(Value):
     """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If `next_trial_to_resume` returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in
-    its slot.
+    If it returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -40,13 +38,13 @@ class Pause(Value):
 
 
 class Stop(Value):
-    """Stop the trial, which is then finished."""
+    """End the trial, which is then *pruned*, or *completed* if not `early`."""
 
     type: Literal["stop"] = "stop"
     reason: AnyReason
     """Shown to users; kept in the journal."""
     early: bool = True
-    """Whether the trial stops early; False if it has trained all steps of the scheduler."""
+    """Whether the trial ends early; False if it has trained all steps of the scheduler."""
 
 
 class Exploit(Value):
@@ -98,23 +96,31 @@ class Scheduler(NamedOptions, RenamedMembers, ABC):
 class Schedule(RenamedMembers, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver stops the trials that `next_trial_to_stop` returns, until it returns None. Then
+    Whenever a slot is free, the driver ends the trials that `next_trial_to_stop` returns, until it returns None. Then
     the driver resumes the trial that `next_trial_to_resume` returns. If there is none and `is_waiting` returns False,
-    the driver starts a new trial. After `on_search_exhausted`, while no trial is running and a trial is paused,
-    `next_trial_to_resume` or `next_trial_to_stop` must return a trial.
+    the driver starts a new trial. After `on_no_new_trial`, while no trial is running and a trial is paused,
+    `next_trial_to_resume` or `next_trial_to_stop` must return a trial. With one slot, `ASHA(max_t=9)`, and three trials
+    whose first is the best:
+
+        on_trial_added("a"), next_milestone("a", 0) → 1, decide("a" at step 1) → Pause
+        next_trial_to_resume() → None: the driver starts "b", then "c"; both pause in the same way
+        next_trial_to_resume() → "a", the best of three: on_trial_resumed("a"), next_milestone("a", 1) → 3
+        decide("a" at step 3) → Pause; the search is exhausted: on_no_new_trial(), next_trial_to_resume() → "a"
+        on_trial_resumed("a"), next_milestone("a", 3) → 9, decide("a" at step 9) → Stop(early=False); on_trial_ended
+        next_trial_to_stop() → ("c", Stop), on_trial_ended("c"), and the same for "b"
 
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
     `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: the journaled decisions were
-    carried out already. After the replay, both schedules must be in the same state. So a schedule reads no clock, and
-    draws random numbers only from the seed that `begin` receives. A changed scheduler may decide differently: a trial
-    that only the old scheduler paused gets `on_trial_resumed`; a trial that the old scheduler stopped stays stopped.
+    carried out already. Afterwards, both schedules must be in the same state: a schedule reads no clock, and draws
+    random numbers only from the seed of `begin`. A changed scheduler may decide differently: a trial that only the old
+    one paused gets `on_trial_resumed`; a trial that the old one pruned stays pruned.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
         "ended": "on_trial_ended",
         "resumed": "on_trial_resumed",
-        "exhausted": "on_search_exhausted",
+        "exhausted": "on_no_new_trial",
         "milestone": "next_milestone",
         "resume_next": "next_trial_to_resume",
         "stop_next": "next_trial_to_stop",
@@ -130,8 +136,9 @@ class Schedule(RenamedMembers, ABC):
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        Called for each attempt that starts, and after each decision; changes no state. A function trainable cannot save
-        at every step: its milestone is the first report at or after the returned step.
+        `step` is the step of the last decision about the present weights: 0, or after an exploit the source's. Called
+        for each attempt that starts, and after each decision; changes no state. A function trainable cannot save at
+        every step: its milestone is the first report at or after the returned step.
         """
 
     @abstractmethod
@@ -157,7 +164,7 @@ class Schedule(RenamedMembers, ABC):
         del trial
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        """Return a paused trial to stop, because it will never resume; None if there is no such trial.
+        """Return a paused trial to end, because it will never resume; None if there is no such trial.
 
         Changes no state: `on_trial_ended` does.
         """
@@ -167,23 +174,23 @@ class Schedule(RenamedMembers, ABC):
         """Return whether new trials must wait although slots are free, for example until a full bracket is decided."""
         return False
 
-    def on_search_exhausted(self) -> None:
-        """Record that no new trial is available: paused trials need not wait for more trials to compare with.
+    def on_no_new_trial(self) -> None:
+        """Record that no new trial can start at present; the next `on_trial_added` revokes it.
 
-        Either the search is exhausted, or the search waits for a trial to end while no trial is running. The call may
-        change the results of `next_trial_to_resume` and `next_trial_to_stop`, but no decision: the call is not
-        journaled, and is repeated after a resume if it still applies. The next `on_trial_added` revokes it.
+        The search is exhausted, or waits for a trial to end while none is running: paused trials need not wait for more
+        trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop` return, but no
+        decision: it is not journaled, and is repeated after a resume if it still applies.
         """
         return
 
     @abstractmethod
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Record that a trial ended: stopped, finished or errored. Called once for each end."""
+        """Record that a trial ended, for whatever reason. Called once for each end."""
 
 
 @dataclass(frozen=True, slots=True)
 class FIFO(Scheduler):
-    """First in, first out: trials start in the order of their proposals; the scheduler stops and pauses no trial."""
+    """First in, first out: trials start in the order of their proposals; the scheduler prunes and pauses no trial."""
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del objective, seed

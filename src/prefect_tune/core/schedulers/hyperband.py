@@ -79,7 +79,7 @@ class Bracket:
         self.size = self.trial_count
 
     def promote_best_trials(self) -> Sequence[TrialId]:
-        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, others stop."""
+        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, others end."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
         self.trial_count = max(1, int(self.trial_count / self.reduction_factor))
         self.rung_index += 1
@@ -148,11 +148,11 @@ class _HyperbandSchedule(Schedule):
         self._bracket_by_trial: dict[TrialId, Bracket] = {}
         self._to_resume: OrderedDict[TrialId, None] = OrderedDict()
         self._to_stop: OrderedDict[TrialId, Stop] = OrderedDict()
-        self._exhausted = False
+        self._lacks_new_trials = False
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
-        self._exhausted = False
+        self._lacks_new_trials = False
         if self._filling_bracket is None or self._filling_bracket.is_full:
             size, steps = self._bracket_plans[self._bracket_count % len(self._bracket_plans)]
             self._filling_bracket = Bracket(size, steps, self._reduction_factor)
@@ -179,7 +179,7 @@ class _HyperbandSchedule(Schedule):
 
     def next_trial_to_resume(self) -> TrialId | None:
         bracket = self._filling_bracket
-        if self._to_resume or not (self._exhausted and bracket) or bracket.is_full or bracket.training:
+        if self._to_resume or not (self._lacks_new_trials and bracket) or bracket.is_full or bracket.training:
             return self._get_first_to_resume()
         return bracket.find_best_trial()  # the bracket will never be full
 
@@ -194,8 +194,8 @@ class _HyperbandSchedule(Schedule):
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
         return next(iter(self._to_stop.items()), None)
 
-    def on_search_exhausted(self) -> None:
-        self._exhausted = True
+    def on_no_new_trial(self) -> None:
+        self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
         self._to_resume.pop(trial, None)

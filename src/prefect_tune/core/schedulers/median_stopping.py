@@ -29,7 +29,7 @@ from prefect_tune.core.values import TrialId
 
 @dataclass(frozen=True, slots=True)
 class MedianStopping(Scheduler):
-    """Stop a trial whose best result is worse than the median of the other trials' averages up to the same step.
+    """Prune a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
     From `grace_period` on, every `interval` steps, the best loss of a trial since its first step is compared with the
     other trials that reached the step: with the median of their mean losses since `grace_period`. The trial continues
@@ -93,11 +93,11 @@ class _MedianStoppingSchedule(Schedule):
         self._means: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
         self._progress: dict[TrialId, _TrialHistory] = {}
         self._paused: dict[TrialId, None] = {}
-        self._exhausted = False
+        self._lacks_new_trials = False
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         del config
-        self._exhausted = False
+        self._lacks_new_trials = False
         self._progress.setdefault(trial, _TrialHistory(self._find_milestone_index(0))).stop_decision = None
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
@@ -128,7 +128,7 @@ class _MedianStoppingSchedule(Schedule):
         for trial, index in milestones.items():
             if len(self._means[index]) > self._rule.min_samples_required:  # the trial's own mean is one of them
                 return trial
-        return min(milestones, key=milestones.__getitem__, default=None) if self._exhausted else None
+        return min(milestones, key=milestones.__getitem__, default=None) if self._lacks_new_trials else None
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         progress = self._progress[trial]
@@ -136,8 +136,8 @@ class _MedianStoppingSchedule(Schedule):
             progress.slot_since_step, progress.paused_at_step = progress.paused_at_step, None
             del self._paused[trial]
 
-    def on_search_exhausted(self) -> None:
-        self._exhausted = True
+    def on_no_new_trial(self) -> None:
+        self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
         """Remove a trial from the paused trials. Its losses stay for comparisons."""

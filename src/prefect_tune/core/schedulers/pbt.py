@@ -291,10 +291,10 @@ class _PbtSchedule(Schedule):
         self._members: dict[TrialId, _Member] = {}
         self._ranking: list[tuple[float, int, TrialId]] = []
         self._paused: list[tuple[int, int, TrialId]] = []
-        self._exhausted = False
+        self._lacks_new_trials = False
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
-        self._exhausted = False
+        self._lacks_new_trials = False
         if trial not in self._members:
             self._members[trial] = _Member(len(self._members), config)
 
@@ -331,7 +331,7 @@ class _PbtSchedule(Schedule):
         return Exploit(source=source_id, config=member.config, reason=reason)
 
     def next_trial_to_resume(self) -> TrialId | None:
-        return self._paused[0][2] if self._exhausted and self._paused else None
+        return self._paused[0][2] if self._lacks_new_trials and self._paused else None
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
@@ -339,8 +339,8 @@ class _PbtSchedule(Schedule):
             member.has_just_exploited = False
         self._unpause_trial(trial, member)
 
-    def on_search_exhausted(self) -> None:
-        self._exhausted = True
+    def on_no_new_trial(self) -> None:
+        self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
         member = self._members[trial]

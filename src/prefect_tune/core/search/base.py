@@ -92,7 +92,7 @@ class SearchState(RenamedMembers, ABC):
         del number, report
 
     def on_trial_stopped(self, number: int) -> None:
-        """Record that the scheduler stops trial `number` early; a call of `on_trial_ended` follows."""
+        """Record that the scheduler prunes trial `number`; a call of `on_trial_ended` follows."""
         del number
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
@@ -102,7 +102,7 @@ class SearchState(RenamedMembers, ABC):
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
         """Record a finished trial of another experiment, before all other calls; return whether the search uses it.
 
-        The trial has no number, and does not count as a sample. `stopped`: whether a scheduler ended the trial early.
+        The trial has no number, and does not count as a sample. `stopped`: whether a scheduler pruned the trial.
         """
         del config, report, stopped
         return False
