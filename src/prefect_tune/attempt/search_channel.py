@@ -230,7 +230,7 @@ TrialMessage: TypeAlias = DecisionAwaited | EventsSubmitted
 
 
 class SearchChannel(ABC):
-    """The attempt's side of the connection to its search. Keeps decisions that arrive before `subscribe`."""
+    """The attempt's side of the connection to its search. Keeps answers that arrive before `subscribe`."""
 
     requests_decisions_by_report = False
     """Whether the journaled report is the request for a decision: the search is another process."""
@@ -265,14 +265,14 @@ class SearchChannel(ABC):
         """Start to poll for stop requests, before the attempt trains."""
 
     def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
-        """Call `on_answer` with each decision, including earlier decisions."""
+        """Call `on_answer` with each answer, including earlier answers."""
         with self._guard:
             self._on_answer = on_answer
             for answer in self._early_answers:
                 on_answer(answer)
 
     def send_answer(self, answer: Answer) -> None:
-        """Deliver a decision to the trial, immediately or at `subscribe`."""
+        """Deliver an answer to the trial, immediately or at `subscribe`."""
         with self._guard:
             if self._on_answer is None:
                 self._early_answers.append(answer)

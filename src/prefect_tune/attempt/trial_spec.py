@@ -74,7 +74,7 @@ class AttemptRequest:
     """The request for one attempt of a trial."""
 
     search_term: int
-    """The term in which the requesting run owns the experiment."""
+    """The term of the owner that requests the attempt."""
     trial: Trial
     """The trial that waits for the attempt, without its history."""
     experiment_id: str = ""

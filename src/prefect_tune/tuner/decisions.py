@@ -70,9 +70,9 @@ class FailureHandler:
         self._import_failure = ""  # the first failed import before any training: it would fail in all trials
 
     def require_loaded_trainable(self) -> None:
-        """Raise `TrialFailed` if this run trained nothing because the trainable could not be loaded.
+        """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.
 
-        No trial has errored: the next run retries the trials that this run has begun.
+        No trial has errored: the next owner retries the trials that this owner has begun.
         """
         if self._import_failure:
             raise TrialFailed(
@@ -85,7 +85,7 @@ class FailureHandler:
 
         Raises:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed with this error, and the budget of machine
-                failures is spent. All trials share the target, so the search ends; its next run resumes this trial.
+                failures is spent. All trials share the target, so the search ends; the next owner resumes this trial.
         """
         if isinstance(error, _TARGET_ERRORS) and is_machine_budget_spent(trial, self._limits.plan.failure_policy):
             raise error
@@ -117,9 +117,9 @@ class FailureHandler:
                 assert_never(never)
 
     def recover_failed_trial(self, trial: Trial, cause: Cause) -> None:
-        """Retry or give up a trial that failed in an earlier run.
+        """Retry or give up a trial that failed under an earlier owner.
 
-        Its earlier machine failures do not count, unless the trial may have crashed that run.
+        Its earlier machine failures do not count, unless the trial may have crashed that owner.
         """
         if should_reset_budgets(trial, self._limits.plan.failure_policy):
             self._pending_entry.add_event(make_retry_event(trial))

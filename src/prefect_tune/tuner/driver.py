@@ -97,10 +97,10 @@ class Driver:
 
     When an attempt has exited, these act, in this order:
 
-    1. `_handle_attempt_exit` journals its remaining posts. What it does next depends on the phase that the attempt's
-       last event left: it finishes the trial or gives it up; or it adds it to `_ready_queue`, which the handlers share.
-    2. `_take_next_trial` takes it from the queue once a slot is free. If the attempt was lost, it now ends in the
-       journal. A missed decision is made up for; after it, the trial may be paused or ended, and is not started.
+    1. `_handle_attempt_exit` journals its remaining posts. By its error, pending stops and the trial's phase, the trial
+       is finished, given up, or added to `_ready_queue` (also by the handlers). The scheduler resumes those it paused.
+    2. `_take_next_trial` takes it from the queue once a slot is free. Only now is a lost attempt ended in the journal,
+       and a missed decision made: then the trial may be ended or paused, and does not start.
     3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts it.
     """
 

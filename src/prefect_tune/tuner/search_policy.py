@@ -28,9 +28,9 @@ def format_trial_id(number: int) -> str:
     return f"{number:05d}"
 
 
-def parse_trial_number(trial: str) -> int:
+def parse_trial_number(trial_id: str) -> int:
     """Return the proposal number of a trial."""
-    return 0 if trial == ONLY_TRIAL else int(trial)
+    return 0 if trial_id == ONLY_TRIAL else int(trial_id)
 
 
 def pending_decision(trial: Trial) -> ReplayEvent | None:
@@ -48,10 +48,10 @@ def make_retry_event(trial: Trial) -> TrialRequeued:
     return TrialRequeued(trial=trial.id, reason=make_reason("retried", error=root_error(trial.end_reason)))
 
 
-def make_finish_event(trial: str, stop: Stop) -> TrialFinished:
+def make_finish_event(trial_id: str, stop: Stop) -> TrialFinished:
     """Return the event that ends a trial by the scheduler's decision."""
     kind = FinishKind.PRUNED if stop.early else FinishKind.ALL_STEPS
-    return TrialFinished(trial=trial, reason=stop.reason, kind=kind)
+    return TrialFinished(trial=trial_id, reason=stop.reason, kind=kind)
 
 
 def make_extension_event(trial: Trial) -> TrialRequeued:
@@ -94,9 +94,9 @@ class SearchPolicy:
         for trial in experiment.trials.values():
             self.record_training_time(trial.id, trial.trained_seconds)
 
-    def record_training_time(self, trial: str, trained_seconds: float) -> None:
+    def record_training_time(self, trial_id: str, trained_seconds: float) -> None:
         """Record the present training time of a trial."""
-        self._stopper_state.on_training_time(trial, trained_seconds)
+        self._stopper_state.on_training_time(trial_id, trained_seconds)
 
     def end_reason(self) -> AnyReason | None:
         """Return why the stoppers end the experiment; None if they do not."""

@@ -68,7 +68,7 @@ class StopSource:
 
 
 class StopHandler:
-    """Decides whether a run of an experiment ends, and stops its trials."""
+    """Decides whether an owner's run of an experiment ends, and stops its trials."""
 
     def __init__(
         self,
@@ -120,33 +120,33 @@ class StopHandler:
         if not self.is_stopping:
             self._journal_experiment_stop(StopRequested(reason=reason))
 
-    def finish_trial(self, trial: str) -> None:
+    def finish_trial(self, trial_id: str) -> None:
         """Finish a trial that was requested to stop and has no running attempt."""
-        self._pending_entry.add_event(self._make_finish_event(trial))
+        self._pending_entry.add_event(self._make_finish_event(trial_id))
 
-    def send_stop(self, trial: str) -> None:
-        """After the next write, tell a running trial to save and end. The command holds the event of its end."""
-        command = StopTrial(outcome=self._make_finish_event(trial), save=True)
-        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial, command))
+    def send_stop(self, trial_id: str) -> None:
+        """After the next write, tell a running trial to save and end. The answer holds the event of its end."""
+        stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
+        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial_id, stop))
 
-    def _make_finish_event(self, trial: str) -> TrialFinished:
-        reason = self._pending_entry.state.pending_stops[trial]
-        return TrialFinished(trial=trial, reason=reason, kind=FinishKind.STOPPED)
+    def _make_finish_event(self, trial_id: str) -> TrialFinished:
+        reason = self._pending_entry.state.pending_stops[trial_id]
+        return TrialFinished(trial=trial_id, reason=reason, kind=FinishKind.STOPPED)
 
     def _journal_experiment_stop(self, event: StopRequested) -> None:
         self._log.warning("%s: every trial saves and ends, and can be resumed", make_visible(event.reason))
         self._pending_entry.add_event(event)
         self.is_stopping = True
 
-    def stop_trial(self, trial: str, event: StopRequested) -> None:
+    def stop_trial(self, trial_id: str, event: StopRequested) -> None:
         """Journal the stop of one trial, then stop it."""
-        self._log.warning("trial %s saves and ends: %s", trial, make_visible(event.reason))
+        self._log.warning("trial %s saves and ends: %s", trial_id, make_visible(event.reason))
         self._pending_entry.add_event(event)
-        if trial in self._executor:
-            self.send_stop(trial)
+        if trial_id in self._executor:
+            self.send_stop(trial_id)
         else:
-            self._close_outbox(trial)  # an earlier owner may have launched an attempt that has not begun
-            self.finish_trial(trial)
+            self._close_outbox(trial_id)  # an earlier owner may have launched an attempt that has not begun
+            self.finish_trial(trial_id)
 
 
 # Poll the target for stop requests in a separate thread.
