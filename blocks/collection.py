@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from prefect.blocks.core import Block
 from prefect.utilities.dispatch import get_registry_for_type
 
-from prefect_tune.blocks.credentials import import_named_blocks
+from prefect_tune.blocks.credentials import import_lazy_block_types
 from prefect_tune.blocks.sync_config import SyncConfig
 from prefect_tune.blocks.targets import TARGET_TYPES
 
 _registry = get_registry_for_type(Block) or {}
 _KINDS: Sequence[type[Block]] = (*TARGET_TYPES, SyncConfig)
 for _kind in _KINDS:
-    import_named_blocks(_kind)
+    import_lazy_block_types(_kind)
     _registry[_kind.get_block_type_slug()] = _registry.pop(_kind.get_block_type_slug())

@@ -65,7 +65,7 @@ else:
     AzureBlock = Annotated[Any, LazyBlockTypes("prefect-azure", ("AzureBlobStorageCredentials",))]
 
 
-def import_named_blocks(model: type[Block]) -> None:
+def import_lazy_block_types(model: type[Block]) -> None:
     """Import the block types of the fields of `model`, and set them as the fields' annotations, which Prefect reads."""
     for field in model.model_fields.values():
         for annotation in field.metadata:
@@ -73,24 +73,26 @@ def import_named_blocks(model: type[Block]) -> None:
                 field.annotation = annotation.import_type()
 
 
-def s3_access(block: Any) -> S3Access:
+def make_s3_access(block: Any) -> S3Access:
     """Return the keys, region and endpoint of an `AwsCredentials` or `MinIOCredentials` block."""
     endpoint = block.aws_client_parameters.endpoint_url
     user = getattr(block, "minio_root_user", None) or getattr(block, "aws_access_key_id", None)
     secret = getattr(block, "minio_root_password", None) or getattr(block, "aws_secret_access_key", None)
     if user and secret:
-        keys = static_key_provider(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
+        keys = make_static_key_provider(user, secret.get_secret_value(), getattr(block, "aws_session_token", None))
         return S3Access(keys, block.region_name, endpoint)
     return S3Access(make_key_provider(block.get_boto3_session()), block.region_name, endpoint)
 
 
-def block_endpoint(block: Any) -> str | None:
+def get_block_endpoint(block: Any) -> str | None:
     """Return the endpoint of an AWS or MinIO credentials block; None if it is unset or contains '@', '?' or '#'."""
     url = getattr(getattr(block, "aws_client_parameters", None), "endpoint_url", None)
     return url if url and not set(url) & set("@?#") else None
 
 
-def static_key_provider(access_key_id: str, secret_access_key: str, session_token: str | None) -> Callable[[], S3Keys]:
+def make_static_key_provider(
+    access_key_id: str, secret_access_key: str, session_token: str | None
+) -> Callable[[], S3Keys]:
     """Return a provider of exactly these keys. Without it, obstore adds a session token from the environment."""
     keys = {
         "access_key_id": access_key_id,
@@ -101,7 +103,7 @@ def static_key_provider(access_key_id: str, secret_access_key: str, session_toke
     return lambda: keys
 
 
-def gcp_key(block: Any) -> str | None:
+def read_gcp_key(block: Any) -> str | None:
     """Return the service account key of a `GcpCredentials` block as JSON; None if the machine's credentials apply."""
     if block.service_account_info is not None:
         return json.dumps(block.service_account_info.get_secret_value())
@@ -113,10 +115,10 @@ def gcp_key(block: Any) -> str | None:
     return None
 
 
-def azure_options(block: Any) -> Mapping[str, str]:
+def make_azure_options(block: Any) -> Mapping[str, str]:
     """Return the client options of an `AzureBlobStorageCredentials` block."""
     if block.connection_string is not None:
-        return connection_options(block.connection_string.get_secret_value())
+        return parse_connection_string(block.connection_string.get_secret_value())
     options = {"endpoint": block.account_url.rstrip("/"), "account_name": _azure_account_name(block.account_url)}
     if block.client_id is not None:
         options |= {"client_id": block.client_id, "tenant_id": block.tenant_id}
@@ -129,7 +131,7 @@ def _azure_account_name(url: str) -> str:
     return url.partition("://")[2].partition(".")[0]
 
 
-def connection_options(text: str) -> Mapping[str, str]:
+def parse_connection_string(text: str) -> Mapping[str, str]:
     """Return the client options of an Azure connection string.
 
     Raises:

@@ -67,12 +67,12 @@ ABSOLUTE_PATTERN = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z
 """The beginning of a path or URI that names the same location in each process."""
 
 
-def block_slug_pattern() -> str:
+def make_block_slug_pattern() -> str:
     """Return the pattern of the references `type/name` of saved target blocks, for JSON schemas."""
     return rf"(?:{'|'.join(sorted(_target_types_by_slug()))})/[^/\s]+"
 
 
-def require_absolute(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
+def require_absolute_target(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
     """Check that a target is the same location on each machine: not below a working directory or a home.
 
     Raises:

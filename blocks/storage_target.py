@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from prefect_tune.blocks.credentials import import_named_blocks
+from prefect_tune.blocks.credentials import import_lazy_block_types
 from prefect_tune.core.display_text import did_you_mean_or_list, shorten
 from prefect_tune.core.errors import (
     AlreadyExists,
@@ -51,13 +51,13 @@ from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 # The base class of the blocks, which is immutable and rejects unknown fields.
 
 
-def block_logo_url(name: str) -> HttpUrl:
+def make_block_logo_url(name: str) -> HttpUrl:
     """Return the URL of a logo that Prefect's own blocks use."""
     revision = "420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9"
     return HttpUrl(f"https://raw.githubusercontent.com/PrefectHQ/prefect/{revision}/assets/block-logos/{name}.png")
 
 
-FILES_LOGO = block_logo_url("filesystem")
+FILES_LOGO = make_block_logo_url("filesystem")
 """The logo of Prefect's own file system block."""
 
 # The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
@@ -66,7 +66,7 @@ _BLOCK_DOCUMENT_KEYS = frozenset({"block_type_slug", "_block_document_id", "_blo
 
 
 def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
-    import_named_blocks(model)
+    import_lazy_block_types(model)
     schema_extra(schema, model)
     required = schema.get("required", ())
     last_fields = getattr(model, "_last_form_fields", ())
@@ -99,12 +99,12 @@ class StrictBlock(Block, ABC):
 
     @classmethod
     def register_type_and_schema(cls, *args: Any, **options: Any) -> Any:
-        import_named_blocks(cls)  # Prefect registers these blocks first
+        import_lazy_block_types(cls)  # Prefect registers these blocks first
         return super().register_type_and_schema(*args, **options)
 
     @classmethod
     async def aregister_type_and_schema(cls, *args: Any, **options: Any) -> None:
-        import_named_blocks(cls)
+        import_lazy_block_types(cls)
         await super().aregister_type_and_schema(*args, **options)
 
     @model_validator(mode="before")
@@ -322,7 +322,7 @@ class ObjectTarget(StorageTarget, ABC):
         return cls(**fields)
 
     @property
-    def _prefix_for_uri(self) -> str:
+    def _quoted_prefix(self) -> str:
         """The prefix for a URI, with '%', '?' and '#' quoted."""
         return re.sub("[%?#]", lambda match: quote(match[0]), self.prefix)
 
@@ -345,7 +345,7 @@ class ObjectTarget(StorageTarget, ABC):
 
         def make_client_with_timeout(limit: timedelta) -> Any:
             try:
-                return make_client(connector, limit, self._client_options())
+                return make_client(connector, limit, self._make_client_options())
             except ValueError as error:
                 raise StoreRefused(f"{self.uri}: the storage client refuses these settings: {error}") from error
 
@@ -360,7 +360,7 @@ class ObjectTarget(StorageTarget, ABC):
         finally:
             store.close()
 
-    def _client_options(self) -> dict[str, Any]:
+    def _make_client_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"allow_http": self.allow_http}
         if not self.verify_tls:
             options["allow_invalid_certificates"] = True
@@ -369,7 +369,7 @@ class ObjectTarget(StorageTarget, ABC):
         return options
 
 
-def bare_name_validator(kind: str, pattern: str) -> AfterValidator:
+def make_name_validator(kind: str, pattern: str) -> AfterValidator:
     """Return the validator of a bucket's or container's name, which is no URI and no path, and matches `pattern`."""
 
     def validate_name(name: str) -> str:

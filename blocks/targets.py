@@ -20,19 +20,19 @@ from prefect_tune.blocks.credentials import (
     AwsBlock,
     AzureBlock,
     GcpBlock,
-    azure_options,
-    block_endpoint,
-    connection_options,
-    gcp_key,
-    s3_access,
-    static_key_provider,
+    get_block_endpoint,
+    make_azure_options,
+    make_s3_access,
+    make_static_key_provider,
+    parse_connection_string,
+    read_gcp_key,
 )
 from prefect_tune.blocks.storage_target import (
     FILES_LOGO,
     ObjectTarget,
     StorageTarget,
-    bare_name_validator,
-    block_logo_url,
+    make_block_logo_url,
+    make_name_validator,
 )
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -241,12 +241,12 @@ class S3Target(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "S3 Target"
     _block_type_slug: ClassVar[str | None] = "s3-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("aws")
+    _logo_url: ClassVar[HttpUrl | None] = make_block_logo_url("aws")
     _client: ClassVar[Client | None] = Client.S3
 
     _credential_fields: ClassVar[tuple[str, ...]] = ("access_key_id", "credentials", "anonymous")
 
-    bucket: Annotated[str, bare_name_validator("bucket", r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")] = Field(
+    bucket: Annotated[str, make_name_validator("bucket", r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")] = Field(
         description="The bucket's name, without 's3://'."
     )
     region: str | None = Field(
@@ -278,9 +278,9 @@ class S3Target(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        endpoint = self.endpoint_url or block_endpoint(self.credentials)
+        endpoint = self.endpoint_url or get_block_endpoint(self.credentials)
         region = self.region or getattr(self.credentials, "region_name", None)
-        return self._format_uri(f"s3://{self.bucket}/{self._prefix_for_uri}", endpoint=endpoint, region=region)
+        return self._format_uri(f"s3://{self.bucket}/{self._quoted_prefix}", endpoint=endpoint, region=region)
 
     def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import S3Store
@@ -304,18 +304,18 @@ class S3Target(ObjectTarget):
         keys: Any = access.key_provider
         return partial(S3Store, self.bucket, prefix=self.prefix or None, config=settings, credential_provider=keys)
 
-    def _client_options(self) -> dict[str, Any]:
-        return {**super()._client_options(), "allow_http": self._is_http_allowed()}
+    def _make_client_options(self) -> dict[str, Any]:
+        return {**super()._make_client_options(), "allow_http": self._is_http_allowed()}
 
     def _is_http_allowed(self) -> bool:
         return self.allow_http or environment_allows_http(os.environ)
 
     def _resolve_access(self) -> S3Access:
         if self.credentials is not None:
-            return s3_access(self.credentials)
+            return make_s3_access(self.credentials)
         if self.access_key_id is not None and self.secret_access_key is not None:
             token = self.session_token.get_secret_value() if self.session_token else None
-            keys = static_key_provider(self.access_key_id, self.secret_access_key.get_secret_value(), token)
+            keys = make_static_key_provider(self.access_key_id, self.secret_access_key.get_secret_value(), token)
             return S3Access(keys)
         return find_ambient_access(os.environ, anonymous=self.anonymous)
 
@@ -339,11 +339,11 @@ class GcsTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "GCS Target"
     _block_type_slug: ClassVar[str | None] = "gcs-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("googlecloud")
+    _logo_url: ClassVar[HttpUrl | None] = make_block_logo_url("googlecloud")
     _client: ClassVar[Client | None] = Client.GCS
     _credential_fields: ClassVar[tuple[str, ...]] = ("service_account_json", "credentials", "anonymous")
 
-    bucket: Annotated[str, bare_name_validator("bucket", r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")] = Field(
+    bucket: Annotated[str, make_name_validator("bucket", r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")] = Field(
         description="The bucket's name, without 'gs://'."
     )
     service_account_json: SecretStr | None = Field(
@@ -368,7 +368,7 @@ class GcsTarget(ObjectTarget):
 
     @property
     def uri(self) -> str:
-        return self._format_uri(f"gs://{self.bucket}/{self._prefix_for_uri}", endpoint=self.endpoint_url)
+        return self._format_uri(f"gs://{self.bucket}/{self._quoted_prefix}", endpoint=self.endpoint_url)
 
     def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import GCSStore
@@ -381,7 +381,7 @@ class GcsTarget(ObjectTarget):
         if self.anonymous:
             return _ANONYMOUS_KEY
         if self.credentials is not None:
-            return gcp_key(self.credentials)
+            return read_gcp_key(self.credentials)
         return self.service_account_json.get_secret_value() if self.service_account_json else None
 
 
@@ -400,7 +400,7 @@ class AzureTarget(ObjectTarget):
 
     _block_type_name: ClassVar[str | None] = "Azure Target"
     _block_type_slug: ClassVar[str | None] = "azure-target"
-    _logo_url: ClassVar[HttpUrl | None] = block_logo_url("microsoft-azure")
+    _logo_url: ClassVar[HttpUrl | None] = make_block_logo_url("microsoft-azure")
     _client: ClassVar[Client | None] = Client.AZURE
     _credential_fields: ClassVar[tuple[str, ...]] = (
         "account_key",
@@ -410,7 +410,7 @@ class AzureTarget(ObjectTarget):
         "anonymous",
     )
 
-    container: Annotated[str, bare_name_validator("container", r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")] = Field(
+    container: Annotated[str, make_name_validator("container", r"\$web|(?=.{3,63}$)[a-z0-9](-?[a-z0-9])*")] = Field(
         description="The container's name."
     )
     account_name: str | None = Field(
@@ -429,7 +429,7 @@ class AzureTarget(ObjectTarget):
     @classmethod
     def _validate_connection_string(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None:
-            connection_options(secret.get_secret_value())
+            parse_connection_string(secret.get_secret_value())
         return secret
 
     @classmethod
@@ -441,8 +441,8 @@ class AzureTarget(ObjectTarget):
     def uri(self) -> str:
         account = self.account_name or self._make_credential_options().get("account_name")
         if account is None:
-            return f"az://{self.container}/{self._prefix_for_uri}".rstrip("/")
-        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._prefix_for_uri}".rstrip("/")
+            return f"az://{self.container}/{self._quoted_prefix}".rstrip("/")
+        return f"abfss://{self.container}@{account}.dfs.core.windows.net/{self._quoted_prefix}".rstrip("/")
 
     def _make_connector(self) -> Callable[..., Any]:
         from obstore.store import AzureStore
@@ -454,9 +454,9 @@ class AzureTarget(ObjectTarget):
 
     def _make_credential_options(self) -> Mapping[str, str]:
         if self.credentials is not None:
-            return azure_options(self.credentials)
+            return make_azure_options(self.credentials)
         if self.connection_string is not None:
-            return connection_options(self.connection_string.get_secret_value())
+            return parse_connection_string(self.connection_string.get_secret_value())
         secrets = {"account_key": self.account_key, "sas_key": self.sas_token}
         return {option: secret.get_secret_value() for option, secret in secrets.items() if secret is not None}
 

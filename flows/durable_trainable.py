@@ -18,7 +18,7 @@ from prefect_tune.core.values import ExperimentName, Number, WholeNumber, flatte
 from prefect_tune.parameters.forms import ConfigField, StopField, SyncField, TargetField, TrainableField
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.flow_runs import make_failed_result
-from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, showing_search_output
 from prefect_tune.runtime.checkpoint import Checkpoint
 
 __all__ = ["TrialResult", "durable_trainable"]
@@ -64,7 +64,7 @@ class TrialResult(RenamedMembers):
         )
 
 
-@flow_with_server(name="durable-trainable", persist_result=False, call_context=search_output)
+@flow_with_server(name="durable-trainable", persist_result=False, call_context=showing_search_output)
 def durable_trainable(
     trainable: TrainableField,
     config: ConfigField = None,

@@ -34,17 +34,17 @@ from prefect_tune.parameters.search_plan import (
     list_unstored_options,
     plan_from_settings,
 )
-from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, showing_search_output
 from prefect_tune.results import Results
-from prefect_tune.suspension import earlier_choices
-from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, load_fork_source
+from prefect_tune.suspension import get_earlier_choices
+from prefect_tune.tasks.experiments import ForkRequest, fork_experiment, load_fork_origin
 from prefect_tune.trust import require_trusted_code, resolve_trusted_packages
 from prefect_tune.tuner.run_search import run_search
 
 __all__ = ["resume"]
 
 
-@flow_with_server(name="resume", persist_result=False, call_context=search_output)
+@flow_with_server(name="resume", persist_result=False, call_context=showing_search_output)
 def resume(
     experiment: ExperimentName,
     *,
@@ -148,7 +148,7 @@ def resume(
     make_plan = partial(_make_plan, resolved, options, resolve_trusted_packages(trusted_packages))
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
-        if (source := load_fork_source(resolved, request)) is not None:
+        if (source := load_fork_origin(resolved, request)) is not None:
             make_plan(source)  # raise before the fork exists
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not earlier_choices(state):  # a form may have increased the number since
+    if options["search"] is None and not get_earlier_choices(state):  # a form may have increased the number since
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

@@ -25,7 +25,7 @@ from prefect_tune.parameters.forms import (
     TrainableField,
     WarmStartField,
 )
-from prefect_tune.prefect_api.flow_with_server import flow_with_server, search_output
+from prefect_tune.prefect_api.flow_with_server import flow_with_server, showing_search_output
 
 if TYPE_CHECKING:
     from prefect_tune.results import Results
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["tune"]
 
 
-@flow_with_server(name="tune", persist_result=False, call_context=search_output)
+@flow_with_server(name="tune", persist_result=False, call_context=showing_search_output)
 def tune(
     trainable: TrainableField,
     space: ConfigField = None,

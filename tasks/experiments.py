@@ -321,7 +321,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
         return fork
 
 
-def load_fork_source(target: StorageTarget, request: ForkRequest) -> Experiment | None:
+def load_fork_origin(target: StorageTarget, request: ForkRequest) -> Experiment | None:
     """Return the state of the origin from which the fork begins; None if the fork has begun, or there is no origin.
 
     Writes nothing. Raises the errors of `fork_experiment`, which also reports a missing origin.

@@ -18,7 +18,7 @@ from prefect_tune.attempt.attempt import (
     log_failure,
     make_node_state,
     make_task_state,
-    meets_stop_criterion,
+    stays_finished,
 )
 from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.nodes import train_node
@@ -56,7 +56,7 @@ from prefect_tune.prefect_api.task_runs import (
     TRIAL_TASK_NAME,
     holding_concurrency_limits,
     public_task,
-    quiet_inner_tasks,
+    quieting_inner_tasks,
 )
 from prefect_tune.storage_retries import REFUSAL_RETRY_OPTIONS, TASK_RETRY_OPTIONS, get_run_log, retrying_refusals
 from prefect_tune.task_values import TrialArguments, TrialState, make_trial_state
@@ -84,7 +84,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
         log = TrialLog(log, f"trial {spec.trial.trial}")
     channel.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
     with (
-        quiet_inner_tasks(),
+        quieting_inner_tasks(),
         retrying_refusals(),
         closing(channel),
         holding_concurrency_limits(spec.concurrency_limits, channel.run_stop),
@@ -104,7 +104,7 @@ def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: Searc
     Dask and Ray repeat the task if its worker is lost. By then, the attempt has begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
-    with quiet_inner_tasks(), retrying_refusals(), closing(channel):
+    with quieting_inner_tasks(), retrying_refusals(), closing(channel):
         return make_node_state(train_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
 
 
@@ -202,7 +202,7 @@ def _prepare_trial(spec: TrialSpec, config: Mapping[str, object], stopper: Stopp
         event = TrialResumed(trial=name)
     elif trial.phase in ENDED_PHASES:
         curves = ReportReader(spec.target, state.key)
-        if trial.phase is not Phase.FINISHED or not meets_stop_criterion(trial, stopper, curves):
+        if trial.phase is not Phase.FINISHED or not stays_finished(trial, stopper, curves):
             event = TrialRequeued(trial=name, reason=make_reason("attempt-requested"))
     return write_if_unchanged(spec.target, state, name, [event]) if event else state
 

@@ -40,7 +40,7 @@ from prefect_tune.core.storage.documents import read_document
 from prefect_tune.core.storage.generations import find_current_journal, no_experiment_message
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import WriteStamp, digest_of
+from prefect_tune.core.values import WriteStamp, hash_bytes
 from prefect_tune.prefect_api.task_runs import mark_task_runs_crashed
 from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
@@ -119,7 +119,7 @@ def read_experiment_id(target: StorageTarget, experiment: JournalKey) -> str | N
 
     def read_digest(store: ObjectStore) -> str | None:
         try:
-            return digest_of(read_document(store, experiment.entry_path(1), JournalCorrupt))
+            return hash_bytes(read_document(store, experiment.entry_path(1), JournalCorrupt))
         except ObjectNotFound:
             return None
 

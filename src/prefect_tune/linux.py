@@ -27,14 +27,14 @@ from datetime import timedelta
 from pathlib import Path
 
 
-def is_linux() -> bool:
+def uses_linux_calls() -> bool:
     """Return whether to use the calls of Linux."""
     return sys.platform == "linux" and "PREFECT_TUNE_PORTABLE" not in os.environ
 
 
 def _read_kernel_file(path: str) -> str:
     """Return the text of a kernel file; raise `OSError` if the file is missing, as it is on every other system."""
-    if not is_linux():
+    if not uses_linux_calls():
         raise FileNotFoundError(path)
     with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  a third of the time of `Path.read_text`
         return file.read()
@@ -76,7 +76,7 @@ def drain_pipe(descriptor: int) -> None:
         os.read(descriptor, 4096)
 
 
-def open_pidfds(pid: int) -> list[int]:
+def try_open_pidfd(pid: int) -> list[int]:
     """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux before 5.3.
 
     The end of file on the process's socket shows the exit too, unless a fork of the process keeps the socket open.
@@ -111,7 +111,7 @@ def list_descriptors() -> dict[str, str]:
     return descriptors
 
 
-def list_other_threads() -> list[str]:
+def list_other_thread_names() -> list[str]:
     """Return the names of all threads except the first; "" for a thread that its library did not name."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
@@ -130,7 +130,7 @@ def send_signal(number: signal.Signals, pids: Collection[int]) -> None:
             os.kill(pid, number)
 
 
-def children_of(*parents: int) -> set[int]:
+def find_children(*parents: int) -> set[int]:
     """Return the pids of all children of these processes, including adopted children."""
     pids = {str(pid).encode() for pid in parents}
     children = set()
@@ -144,7 +144,7 @@ def children_of(*parents: int) -> set[int]:
     return children
 
 
-def command_of(pid: int) -> bytes:
+def get_cmdline(pid: int) -> bytes:
     """Return the command line of a process; empty if the process has exited or the system has no /proc."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -169,7 +169,7 @@ def iter_process_tree(pid: int) -> Iterator[int]:
                     yield from iter_process_tree(int(child))
 
 
-def process_usage(pid: int) -> tuple[float, int] | None:
+def read_process_usage(pid: int) -> tuple[float, int] | None:
     """Return a process's CPU seconds, with those of its exited children, and its memory in bytes; None if unknown."""
     with suppress(OSError):
         fields = _read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may have any characters
@@ -177,9 +177,9 @@ def process_usage(pid: int) -> tuple[float, int] | None:
     return None
 
 
-def available_cpu_count(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
+def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the number of CPUs that this process may use: by its affinity, and by the quotas of its control groups."""
-    counts = [len(os.sched_getaffinity(0)) if is_linux() else os.cpu_count() or 1]
+    counts = [len(os.sched_getaffinity(0)) if uses_linux_calls() else os.cpu_count() or 1]
     with suppress(OSError, ValueError, ArithmeticError):  # version 1, in a container
         quota, period = (int(_read_kernel_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
@@ -197,16 +197,16 @@ class MemoryLimit:
     def __init__(self, root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> None:
         self._folders = list(iter_control_groups("memory", root, own))
 
-    def limit_bytes(self) -> int:
+    def read_limit(self) -> int:
         """Return the lowest limit: of the control groups, or of the machine."""
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
-    def peak_memory_bytes(self) -> int:
+    def read_peak_usage(self) -> int:
         """Return the peak memory of the control group; 0 if the kernel does not count it."""
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
-    def oom_kill_count(self) -> int:
+    def count_oom_kills(self) -> int:
         """Return how many processes the kernel killed for memory: in the control group; if unknown, on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
@@ -252,21 +252,21 @@ def copy_range(source: int, file: int, length: int, offset: int) -> int:
 
     If possible, the kernel or the file server copies the bytes; XFS and Btrfs share the blocks.
     """
-    if is_linux():
+    if uses_linux_calls():
         with suppress(OSError):  # not supported; the calls below also raise every other error
             if count := os.copy_file_range(source, file, length, offset):
                 return count
     return os.write(file, os.pread(source, min(length, _COPY_BYTES), offset))
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """Return the id of this machine's current boot; "any" if the system has no such id."""
     with suppress(OSError):
         return _read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
     return "any"
 
 
-def mount_type(device: int) -> str:
+def read_mount_type(device: int) -> str:
     """Return the type of the file system with this device number; empty if the kernel does not list mounts."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(FileNotFoundError):
@@ -276,10 +276,10 @@ def mount_type(device: int) -> str:
     return ""
 
 
-def may_have_access_list(path: Path) -> bool:
+def may_have_acl(path: Path) -> bool:
     """Return whether an ACL may give access to other users, so that the group bits are wrong; True if unknown."""
     try:
-        return not is_linux() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
+        return not uses_linux_calls() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
     except OSError:
         return True
 

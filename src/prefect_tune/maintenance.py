@@ -48,7 +48,7 @@ from prefect_tune.core.storage.generations import (
 )
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import digest_of, validate_name
+from prefect_tune.core.values import hash_bytes, validate_name
 from prefect_tune.journal_access import make_process_owner
 from prefect_tune.reporting.page import render_markdown
 from prefect_tune.storage_retries import with_store
@@ -186,7 +186,7 @@ class MaintenanceReport(RenamedMembers):
 def publish_report(report: MaintenanceReport) -> None:
     """Publish the report as an artifact of the flow run; an error is only logged: the run also returns the report."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
-    key = f"maintenance-{slug}-{digest_of(report.target.encode())[:6]}"
+    key = f"maintenance-{slug}-{hash_bytes(report.target.encode())[:6]}"
     try:
         MarkdownArtifact(key=key, markdown=format_report(report), description="Maintenance report").create()
     except (PrefectException, HTTPError, OSError) as error:
@@ -237,7 +237,7 @@ class MaintenanceOptions:
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
     """Maintain the experiments one by one, in an order that changes daily: the time may not suffice for all."""
     maintained, unstarted = list[ExperimentMaintenance](), list[SkippedWork]()
-    for name in sorted(names, key=lambda name: digest_of(f"{today.toordinal()}/{name}".encode())):
+    for name in sorted(names, key=lambda name: hash_bytes(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
             maintained.append(maintain_experiment(options, name))
         else:

@@ -22,7 +22,7 @@ from prefect_tune.core.errors import TuneError
 from prefect_tune.core.experiment.cost import ExperimentCost, format_cost
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.page_elements import Cell, Code, Link, Text, Verbatim, render_notebook_cell
-from prefect_tune.core.search_view import Series, numeric_metrics
+from prefect_tune.core.search_view import Series, select_numeric_metrics
 from prefect_tune.reporting.facts import MAX_CURVES, ReportInput, sample_trials
 from prefect_tune.reporting.page import (
     make_best_trial_section,
@@ -281,10 +281,10 @@ def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Seque
     selected = reports.select(["trial", "step", *columns.values()]).filter(pc.field("trial").isin(trials))
     curves: dict[str, dict[str, Series]] = {trial: {name: Series() for name in columns} for trial in trials}
     for row in selected.to_pylist():
-        for name, number in numeric_metrics({name: row[column] for name, column in columns.items()}).items():
+        for name, number in select_numeric_metrics({name: row[column] for name, column in columns.items()}).items():
             curves[row["trial"]][name].add_point(row["step"], number)
     return {
-        trial: {name: points for name, series in curves_of_trial.items() if (points := series.points())}
+        trial: {name: points for name, series in curves_of_trial.items() if (points := series.list_points())}
         for trial, curves_of_trial in curves.items()
     }
 

@@ -61,7 +61,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.storage.generations import claim_experiment, read_claiming_call, reject_earlier_writer
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import WriteStamp, digest_of
+from prefect_tune.core.values import WriteStamp, hash_bytes
 from prefect_tune.journal_access import (
     EntryWriter,
     OwnershipRequest,
@@ -75,7 +75,7 @@ from prefect_tune.journal_access import (
 from prefect_tune.parameters.plan_checks import require_continuable, require_single_writer
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import claim_call_key, current_call_path
-from prefect_tune.prefect_api.flow_runs import check_run_alive, was_started_by_user
+from prefect_tune.prefect_api.flow_runs import check_run_alive, was_restarted_by_user
 from prefect_tune.storage_retries import READ_TIMEOUT, get_run_log, with_retries, with_store
 
 MAX_WRITE_RACES = 16
@@ -133,7 +133,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
         """Return this call's name, or else the first free name; and the names that no call of this try has claimed."""
         free_name, unclaimed_names = "", []
-        for name in chain([root], (f"{root}-{digest_of(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
+        for name in chain([root], (f"{root}-{hash_bytes(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
             call = read_claiming_call(store, name)
             if call == path.key:
                 return name, []
@@ -190,7 +190,7 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
         _cancel_if_owner_alive(state.name, previous_owner)
         return owner
     with suppress(PrefectException, HTTPError, OSError), get_client(sync_client=True) as client:
-        if was_started_by_user(client.read_flow_run_states(UUID(owner.flow_run))):
+        if was_restarted_by_user(client.read_flow_run_states(UUID(owner.flow_run))):
             return owner.model_copy(update={"is_manual": True})
     if state.restarts >= max_restarts:
         raise CrashLoop(

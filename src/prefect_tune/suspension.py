@@ -339,7 +339,7 @@ class NewAnswer:
     """The event to journal."""
 
 
-def earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
+def get_earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
     """Return the journaled choices of this flow run, oldest first."""
     answers = (answer for answer in state.answers if answer.flow_run == flow_run.id)
     return [ResumeChoice.model_validate(answer.answer) for answer in answers]
@@ -382,7 +382,7 @@ STOPPED_ON_RESUME = make_reason("stopped-on-resume")
 
 
 @dataclass
-class RunIteration:
+class RunSegment:
     """The work of one start of a flow run, until it is suspended or done."""
 
     plan: SearchPlan
@@ -418,7 +418,7 @@ class ResumeQuestion:
     """Returns why a choice is impossible; None if it is possible."""
 
 
-def apply_answers(segment: RunIteration, question: ResumeQuestion, form: LastForm | None) -> RunIteration:
+def apply_answers(segment: RunSegment, question: ResumeQuestion, form: LastForm | None) -> RunSegment:
     """Apply the answers of this flow run, and return the result; the run may be new, retried or resumed.
 
     Args:
@@ -438,7 +438,7 @@ def apply_answers(segment: RunIteration, question: ResumeQuestion, form: LastFor
         missing = missing_experiment_message(target, plan.experiment)
         advice = "Was it deleted, or is the target wrong? Nothing was started: start a new run to train from step 0"
         raise ResumeFailed(f"this run was suspended, and now {missing}. {advice}")
-    choices = list(earlier_choices(state))
+    choices = list(get_earlier_choices(state))
     for choice in choices:
         plan = question.extend_plan(plan, choice)
     answer: NewAnswer | None = None
@@ -454,7 +454,7 @@ def apply_answers(segment: RunIteration, question: ResumeQuestion, form: LastFor
         answer = NewAnswer(choice, event)
         choices.append(choice)
         plan = question.extend_plan(plan, choice)
-    return RunIteration(plan, state, answer, is_stopping=bool(choices) and choices[-1].action == "stop here")
+    return RunSegment(plan, state, answer, is_stopping=bool(choices) and choices[-1].action == "stop here")
 
 
 def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: Experiment) -> None:
@@ -469,7 +469,7 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
 # The ownership of an experiment, and the end of a run.
 
 
-def acquire_run_ownership(segment: RunIteration, experiment: Experiment, slots: int) -> Experiment:
+def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: int) -> Experiment:
     """Make this run the owner of its experiment, and return the new state. The run trains `slots` trials at a time.
 
     `experiment` is the state that was just read. Raises the errors of `make_next_owner` and `acquire_experiment`.
@@ -481,7 +481,7 @@ def acquire_run_ownership(segment: RunIteration, experiment: Experiment, slots: 
 
 
 @contextmanager
-def guarding_ownership(segment: RunIteration) -> Iterator[None]:
+def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
     """Let a superseded process leave its flow run's state to its successor; on SIGTERM or Ctrl-C, log how to resume.
 
     The successor is a process of the same flow run. The log line says which trials can be resumed.
@@ -531,15 +531,15 @@ def format_resume_advice(state: Experiment) -> str:
     return f"experiment {state.name!r}: {summary}; {advice}"
 
 
-def prepare_search_iteration(plan: SearchPlan, experiment: Experiment | None) -> RunIteration:
+def prepare_search_segment(plan: SearchPlan, experiment: Experiment | None) -> RunSegment:
     """Return the work of a search's flow run at its start, with the samples that it adds and the answers so far."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
         plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
-        return RunIteration(plan, experiment)
+        return RunSegment(plan, experiment)
     experiment = experiment or with_retries(lambda: read_experiment_to_resume(plan.target, plan.experiment))
     plan, _ = plan_checks.with_added_samples(plan, experiment, lambda: current_call_path(plan.experiment).key)
-    return apply_answers(RunIteration(plan, experiment), SEARCH_QUESTION, form)
+    return apply_answers(RunSegment(plan, experiment), SEARCH_QUESTION, form)
 
 
 def _get_search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
@@ -588,7 +588,7 @@ def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice
     return damage and f"checkpoint: step {choice.checkpoint} cannot be used: {damage}"
 
 
-def answer_events(spec: TrialSpec, state: Experiment, segment: RunIteration) -> Sequence[Event]:
+def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) -> Sequence[Event]:
     """Return the event of the new answer and the events that apply it; () if another start of this run applied it.
 
     The caller writes all of them in one entry, so that a kill cannot separate them.

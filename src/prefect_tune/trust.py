@@ -22,7 +22,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.search.space_json import space_from_json
 from prefect_tune.core.storage.documents import add_signature, has_signature, has_valid_signature, strip_signature
 from prefect_tune.journal_access import read_experiment
-from prefect_tune.linux import may_have_access_list, mount_type
+from prefect_tune.linux import may_have_acl, read_mount_type
 from prefect_tune.parameters.import_check import is_module_name, undefined_name_reason
 from prefect_tune.parameters.search_plan import OPTIONS, StoredKind
 
@@ -90,10 +90,10 @@ def _shared_path_reason(path: Path, *, is_above: bool = False) -> str | None:
         return f"{path} belongs to user {status.st_uid}, and this is user {os.geteuid()}"
     if stat.S_ISLNK(status.st_mode):
         return None if is_above else f"{path} is a link"
-    if stat.S_ISDIR(status.st_mode) and (kind := mount_type(status.st_dev)).startswith(_MOUNTS_WITHOUT_OWNERS):
+    if stat.S_ISDIR(status.st_mode) and (kind := read_mount_type(status.st_dev)).startswith(_MOUNTS_WITHOUT_OWNERS):
         return f"{path} is on a mount of type {kind}, which hides which other users can write there"
     is_shared_by_group = status.st_mode & stat.S_IWGRP and (
-        not _is_private_group(os.geteuid(), status.st_gid) or may_have_access_list(path)
+        not _is_private_group(os.geteuid(), status.st_gid) or may_have_acl(path)
     )
     if (is_shared_by_group or status.st_mode & stat.S_IWOTH) and not (is_above and status.st_mode & stat.S_ISVTX):
         mode = stat.filemode(status.st_mode)

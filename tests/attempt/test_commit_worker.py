@@ -16,7 +16,7 @@ import pytest
 from prefect_tune.attempt import commit_worker as worker_module
 from prefect_tune.attempt.attempt import make_attempt_started
 from prefect_tune.attempt.commit_worker import CommitWorker, GroupSave
-from prefect_tune.attempt.search_channel import Outbox, WritingJournal
+from prefect_tune.attempt.search_channel import OutboxJournal, WritingJournal
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget, StorageTarget, SyncConfig
 from prefect_tune.clock import new_write_stamp
@@ -423,7 +423,7 @@ def test_what_an_attempt_on_another_machine_retires_is_left_to_the_owner(harness
     harness.spec = replace(harness.spec, retention=Retention(last=1))
     commit_worker = harness.start_attempt()
     trial = commit_worker._journal.trial.model_copy(update={"outbox": 1, "outbox_count": 1})
-    commit_worker._journal = Outbox(harness.spec.target, TRIAL, trial)
+    commit_worker._journal = OutboxJournal(harness.spec.target, TRIAL, trial)
     for step in (1, 2):
         harness.save(commit_worker, step)
     commit_worker.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
+from prefect_tune.attempt.processes.process_channel import TrialChannel, open_trial_thread
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.messages.process_messages import (
@@ -197,7 +197,7 @@ def test_threads_of_a_trial_fork_side_by_side_and_no_signal_stays_blocked(tmp_pa
 
 
 def test_a_worker_of_a_trial_in_a_thread_of_the_flow_ends_as_well(tmp_path: Path) -> None:
-    assert train_and_measure(trial_in_thread, parallel.terminate_workers, tmp_path)["codes"] == [-signal.SIGTERM, 1]
+    assert train_and_measure(open_trial_thread, parallel.terminate_workers, tmp_path)["codes"] == [-signal.SIGTERM, 1]
 
 
 # ------------------------------------------------------------------------------------- each end of the trial

@@ -13,7 +13,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.artifact_sync import TargetSyncer
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import absolute_sys_path
+from prefect_tune.attempt.trial_spec import get_absolute_sys_path
 from prefect_tune.blocks import FsspecTarget
 from prefect_tune.callbacks import SearchInfo
 from prefect_tune.core.errors import InvalidInput
@@ -76,7 +76,7 @@ def test_a_trial_imports_from_where_its_supervisor_does(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "code", "__editable__.finder", "/usr/lib/nothing", "absent"])
     unchanged = ("__editable__.finder", "/usr/lib/nothing", "absent")
-    assert absolute_sys_path() == (str(tmp_path), str(tmp_path / "code"), *unchanged)
+    assert get_absolute_sys_path() == (str(tmp_path), str(tmp_path / "code"), *unchanged)
 
 
 def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_removed_working_directory_is_no_hindrance(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     monkeypatch.setattr(sys, "path", ["", "code"])
-    assert absolute_sys_path() == ("", "code")
+    assert get_absolute_sys_path() == ("", "code")
     with pytest.raises(InvalidInput, match=r"No module named 'no_such_module'.*directory <removed>"):
         load_object("no_such_module:train")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import TrialChannel, trial_in_thread
+from prefect_tune.attempt.processes.process_channel import TrialChannel, open_trial_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.journal_events import FinishKind, TrialFinished
 from prefect_tune.core.messages.process_messages import (
@@ -45,7 +45,11 @@ _TIMEOUT = timedelta(seconds=60)
 @pytest.fixture(params=["forked", "started", "in place"])
 def open_process(request: pytest.FixtureRequest, pool: TrialProcessPool) -> Opener:
     """Each way to start a trial."""
-    ways: Mapping[str, Opener] = {"forked": pool.open_process, "started": started_process, "in place": trial_in_thread}
+    ways: Mapping[str, Opener] = {
+        "forked": pool.open_process,
+        "started": started_process,
+        "in place": open_trial_thread,
+    }
     return ways[request.param]
 
 
@@ -112,7 +116,7 @@ def test_a_trial_ends_although_only_a_thread_of_it_sees_the_end(
 ) -> None:
     config = {"seconds": 2 if isolation == "in place" else 600}
     start = make_start(reporters.leave_reporting_to_thread, tmp_path, config, steps=3)
-    open_process: Opener = pool.open_process if isolation == "forked" else trial_in_thread
+    open_process: Opener = pool.open_process if isolation == "forked" else open_trial_thread
     with open_process(start, make_log(LogRecorder())) as channel:
         *_, last = receive_messages(channel)
         assert last.outcome.reason == make_reason("step-limit", step=3, limit=3)
@@ -147,7 +151,7 @@ def test_no_process_that_a_trial_starts_has_its_channel(open_process: Opener, tm
         metrics = receive_metrics(channel)
     assert metrics["here"]
     assert metrics["program"] == []
-    if open_process is not trial_in_thread:  # its process has other sockets, too
+    if open_process is not open_trial_thread:  # its process has other sockets, too
         assert metrics["forked"] == []
 
 
@@ -164,7 +168,7 @@ def test_a_forked_child_that_comes_out_of_the_trainable_ends_and_says_nothing_fo
         {"code": code},
     ]
     assert isinstance(messages[-1], TrainingEnded)
-    if open_process is not trial_in_thread:
+    if open_process is not open_trial_thread:
         assert any("the child's own error" in line for line in recorder.lines) == (how == "raise")
 
 

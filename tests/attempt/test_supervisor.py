@@ -217,7 +217,7 @@ def test_what_the_kernel_killed_for_memory_long_before_is_not_this_trial(
                 kills[0] = 6
             return super().receive(timeout)
 
-    monkeypatch.setattr(MemoryLimit, "oom_kill_count", lambda _: kills[0])
+    monkeypatch.setattr(MemoryLimit, "count_oom_kills", lambda _: kills[0])
     messages = [LOADED, make_step(1), *([seconds_before, 0.2, 0.2, 0.2] if seconds_before else [])]
     assert supervise(Channel(messages, KILLED), patient_spec).cause is cause
 

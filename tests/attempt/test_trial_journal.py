@@ -118,9 +118,9 @@ def test_a_commit_returns_once_its_entry_is_written_and_reports_wait_for_it(tmp_
         wait_until(lambda: search.driver._experiment.trial(TRIAL.trial).step == 1)
         iteration = search.iteration_count
         wait_until(lambda: search.iteration_count > iteration + 1)
-        observed.append((REPORTED in search.entries[-1], journal.unjournaled_reports(1)))
+        observed.append((REPORTED in search.entries[-1], journal.list_unjournaled_reports(1)))
         journal.write([COMMITTED])
-        observed.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.unjournaled_reports(1)))
+        observed.append((tuple(search.entries[-1][:2]) == (REPORTED, COMMITTED), journal.list_unjournaled_reports(1)))
         assert (journal.trial.step, journal.trial.next_sequence) == (1, 2)
         journal.write([TrialFinished(trial=TRIAL.trial, reason="enough")])
 
@@ -230,7 +230,7 @@ def test_reports_whose_entry_could_not_be_written_are_not_taken_for_journaled() 
     journal.add_report(REPORTED)
     submitted[0].entry_written.set_exception(StoreUnavailable("503"))
     journal.add_report(second)
-    assert journal.unjournaled_reports(2) == [REPORTED.report, second.report]
+    assert journal.list_unjournaled_reports(2) == [REPORTED.report, second.report]
 
 
 def test_a_report_looks_at_few_of_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,12 +307,12 @@ def test_an_attempt_whose_posts_no_search_receives_posts_seldom_until_one_does(
     sync, periods = SyncConfig(live_period_seconds=5, sync_period_seconds=6), list[timedelta | None]()
     for step in range(1, 6):
         attempt.report(step)
-        periods.append(attempt.journal.flush_interval(sync))
+        periods.append(attempt.journal.get_flush_interval(sync))
     assert periods == [sync.live_period] * 4 + [sync.sync_period]
     with target.open(timeout=MINUTE) as store:
         outbox.delete_posts(store, [(TRIAL, 1, number) for number in range(2, 7)])
     attempt.report(6)
-    assert attempt.journal.flush_interval(sync) == sync.live_period
+    assert attempt.journal.get_flush_interval(sync) == sync.live_period
 
 
 @pytest.mark.parametrize("is_written", [True, False])
@@ -334,9 +334,9 @@ def test_a_post_whose_reply_is_lost_is_written_once_and_before_the_next(
         outage.setattr(PosixStore, "read", fail_to_read)
         with pytest.raises(CommitUnknown):
             attempt.save(1)
-    assert [report.step for report in attempt.journal.unjournaled_reports(1)] == [1]
+    assert [report.step for report in attempt.journal.list_unjournaled_reports(1)] == [1]
     attempt.report(2)
-    assert attempt.journal.unjournaled_reports(2) == []
+    assert attempt.journal.list_unjournaled_reports(2) == []
     assert [[type(event) for event in post.events] for post in read_posts(target)] == [
         [AttemptStarted],
         [StepReported, CheckpointCommitted],

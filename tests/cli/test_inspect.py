@@ -27,7 +27,7 @@ from prefect_tune.core.journal_events import (
     Owner,
     TrialAdded,
 )
-from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningAttempt, write_live_status
 from prefect_tune.core.operations.scrub import inspect_live_checkpoint
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -371,7 +371,7 @@ def test_a_running_trial_without_updates_is_stale_and_has_no_reason(
     for event in (settings, added, first, lost, second):
         state = append_events(store, state, [event], next(stamps))
     updated_at = (datetime.now(UTC) - age).isoformat()
-    running = RunningTrial(trial="first", attempt=2)
+    running = RunningAttempt(trial="first", attempt=2)
     document = {"term": state.term, "owner": state.owner, "number": 1, "at": updated_at, "period_seconds": 5}
     write_live_status(store, key, LiveStatus(**document, trials=(running,)))
     output = json.loads(run("show", tmp_path / "runs", "e", "--json").out)
@@ -436,7 +436,7 @@ def test_the_trials_of_results_are_printed_in_the_same_way(
 
 
 def test_the_time_of_the_last_report_or_else_of_the_start_is_shown() -> None:
-    attempt = RunningTrial(trial="t", attempt=1)
+    attempt = RunningAttempt(trial="t", attempt=1)
     assert format_last_report_age(attempt, NOW) == "none known"
     started = attempt.model_copy(update={"began_at": STARTED_AT})
     assert format_last_report_age(started, NOW) == "none known; began 1 min 30 s ago"

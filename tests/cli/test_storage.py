@@ -28,7 +28,7 @@ from prefect_tune.core.journal_events import (
     Owner,
     TrialAdded,
 )
-from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningAttempt, write_live_status
 from prefect_tune.core.storage.documents import MAX_DOCUMENT_BYTES
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
@@ -330,7 +330,7 @@ def write_running(root: Path, name: str, *, status_age: timedelta | None, is_run
     state = append_events(store, state, events, second)
     if status_age is not None:
         updated_at = (datetime.now(UTC) - status_age).isoformat()
-        trials = (RunningTrial(trial="trial", attempt=1),) * is_running
+        trials = (RunningAttempt(trial="trial", attempt=1),) * is_running
         status = LiveStatus(term=state.term, owner=OWNER, number=1, at=updated_at, period_seconds=5.0, trials=trials)
         write_live_status(store, JournalKey(experiment=name, generation=1), status)
 

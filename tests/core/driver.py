@@ -41,7 +41,7 @@ from prefect_tune.core.journal_events import (
     TrialAdded,
     TrialFinished,
 )
-from prefect_tune.core.messages.target_messages import list_node_objects_up_to
+from prefect_tune.core.messages.target_messages import list_node_objects
 from prefect_tune.core.operations import trial_gc as collecting
 from prefect_tune.core.restore import find_damaged_checkpoints, make_adoption_events, read_manifest
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey, blob_sequence
@@ -455,7 +455,7 @@ def find_unreachable(store: ObjectStore, trial: Trial) -> list[str]:
     manifests = [manifest for key in live for manifest in _iter_readable_manifests(store, key)]
     needed = {key.manifest_path for key in live} | {path for manifest in manifests for path in manifest.blob_paths()}
     findable = {blob.path for blob in collecting.find_orphan_blobs(store, KEY, trial)}
-    findable |= {listed.path for listed in list_node_objects_up_to(store, KEY, trial.attempt)}
+    findable |= {listed.path for listed in list_node_objects(store, KEY, trial.attempt)}
     settled = trial.model_copy(update={"adopted_up_to": 10**9})  # no save is under way at the end
     findable |= {key.manifest_path for key in collecting.find_leftover_manifests(store, KEY, settled)}
     reusable = {blob.path for blob in store.list(KEY.blobs_folder) if blob_sequence(blob.path) >= trial.collected_up_to}

@@ -24,7 +24,7 @@ from prefect_tune.core.journal_events import (
 from prefect_tune.core.storage import documents
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import StepReport, WriteStamp, digest_of, parse_json
+from prefect_tune.core.values import StepReport, WriteStamp, hash_bytes, parse_json
 from tests.core.driver import JOURNAL
 
 ME = Owner(name="me", host="here", pid=1)
@@ -89,7 +89,7 @@ def append_next_entry(store: ObjectStore, experiment: Experiment, trials: Sequen
 def fold_entries(store: ObjectStore, key: JournalKey = JOURNAL) -> Experiment:
     """Apply every entry, without a snapshot."""
     entries = journal.read_entries(store, key)
-    digests = [digest_of(store.read(key.entry_path(entry.number))) for entry in entries]
+    digests = [hash_bytes(store.read(key.entry_path(entry.number))) for entry in entries]
     return reduce(
         lambda state, pair: apply_entry(state, *pair), zip(entries, digests, strict=True), make_empty_experiment(key)
     )

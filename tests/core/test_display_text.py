@@ -22,7 +22,7 @@ from prefect_tune.core.resources import parse_resources
 from prefect_tune.core.search.domains import grid_search, randint, uniform
 from prefect_tune.core.search.objective import make_objective
 from prefect_tune.core.search.space import validate_space
-from prefect_tune.core.search_view import numeric_metrics
+from prefect_tune.core.search_view import select_numeric_metrics
 from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.runtime.trial_errors import failure_message
 
@@ -80,7 +80,7 @@ def test_a_number_that_no_float_holds_is_one_clear_error(use: Callable[[int], ob
 
 
 def test_a_number_that_no_float_holds_is_not_drawn_and_not_ranked() -> None:
-    assert numeric_metrics({"a": HUGE, "b": 1, "c": True}) == {"b": 1.0}
+    assert select_numeric_metrics({"a": HUGE, "b": 1, "c": True}) == {"b": 1.0}
 
 
 # ------------------------------------------------------------------------------------------------------ text

@@ -38,11 +38,11 @@ from prefect_tune.core.prefect_events import (
     ExperimentEvent,
     TokenBucket,
     TrialStalled,
-    abbreviate,
-    event_labels,
-    event_name,
-    event_payload,
     find_best_checkpoints,
+    get_event_name,
+    make_event_labels,
+    make_event_payload,
+    truncate_json,
 )
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.search.objective import make_objective
@@ -72,7 +72,7 @@ def make_payloads(*events: Event) -> list[dict[str, object]]:
     for event in events:
         state = apply_events(state, [event])
         if event.type not in NOT_EMITTED:
-            results.append({"name": event_name(event), **event_payload(event, state.trials.get(T))})
+            results.append({"name": get_event_name(event), **make_event_payload(event, state.trials.get(T))})
     return results
 
 
@@ -104,7 +104,7 @@ def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
     died = AttemptEnded(trial=T, cause=Cause.MACHINE, reason=LONG)
     restart = AttemptStarted(trial=T, attempt=2, from_step=1, from_sequence=3)
     ended, restored = make_payloads(ADDED, STARTED, report(1), commit(1, 3), died, restart)[2:]
-    assert (ended["cause"], ended["reason"]) == ("machine", abbreviate(LONG))
+    assert (ended["cause"], ended["reason"]) == ("machine", truncate_json(LONG))
     assert (ended["status"], ended["attempt"], ended["step"]) == ("interrupted", 1, 1)
     assert (restored["attempt"], restored["from_step"]) == (2, 1)
     spent = make_reason("max-failures", failures=1, limit=0, error="division by zero")
@@ -119,7 +119,7 @@ def test_the_end_of_an_attempt_says_why_and_how_the_trial_is() -> None:
 
 def test_a_stop_request_that_is_refused_says_why() -> None:
     refused = make_reason("request-without-trial", trial="00009")
-    payload = event_payload(StopRequested(reason="enough", request="w", refused=refused))
+    payload = make_event_payload(StopRequested(reason="enough", request="w", refused=refused))
     assert (payload["reason"], payload["refused"]) == ("enough", str(refused))
 
 
@@ -152,7 +152,9 @@ def test_every_turn_of_a_trial_is_emitted() -> None:
 
 def test_a_clone_has_the_checkpoint_that_it_was_made_from() -> None:
     copy = CheckpointRef(step=4, sequence=2, origin=CheckpointOrigin(trial="00007", step=4, sequence=2))
-    cloned = event_payload(CheckpointCloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse"))
+    cloned = make_event_payload(
+        CheckpointCloned(trial=T, checkpoint=copy, source="00007", config={"lr": 1}, reason="worse")
+    )
     assert (cloned["source"], cloned["config"], cloned["reason"]) == ("00007", {"lr": 1}, "worse")
     assert cloned["checkpoint"] == copy.model_dump(mode="json")
 
@@ -168,7 +170,7 @@ def test_reports_and_what_only_the_journal_needs_are_not_emitted() -> None:
 def test_texts_and_tables_are_short_and_all_is_json() -> None:
     metrics = {f"m{number}": number for number in range(50)}
     report = {"text": LONG, "metrics": {**metrics}, "list": list(range(50)), "yes": True, "none": None}
-    abbreviated = abbreviate(report)
+    abbreviated = truncate_json(report)
     assert abbreviated == {
         "text": "x" * 499 + "…",
         "metrics": {f"m{number}": number for number in range(20)},
@@ -198,7 +200,9 @@ def test_texts_and_tables_are_short_and_all_is_json() -> None:
     ],
 )
 def test_what_an_automation_may_match_is_a_label(event: Event | ExperimentEvent, labels: dict[str, str]) -> None:
-    assert event_labels(event_payload(event)) == {f"prefect-tune.{name}": value for name, value in labels.items()}
+    assert make_event_labels(make_event_payload(event)) == {
+        f"prefect-tune.{name}": value for name, value in labels.items()
+    }
 
 
 def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
@@ -216,11 +220,11 @@ def test_no_two_events_have_one_name_and_every_label_is_a_field() -> None:
 
 def test_an_allowance_is_spent_at_once_and_comes_back_with_time() -> None:
     allowance = TokenBucket(3, 2)
-    assert [allowance.try_take(1, 10.0) for _ in range(4)] == [True, True, True, False]
-    assert [allowance.try_take(1, 10.5), allowance.try_take(1, 10.6)] == [True, False]
-    assert [allowance.try_take(1, 1000.0) for _ in range(4)] == [True, True, True, False]
-    assert allowance.try_take(1, 999.0) is False  # time never goes back
-    assert [allowance.try_take(2, 1000.5), allowance.try_take(2, 1001.0)] == [False, True]
+    assert [allowance.try_take_tokens(1, 10.0) for _ in range(4)] == [True, True, True, False]
+    assert [allowance.try_take_tokens(1, 10.5), allowance.try_take_tokens(1, 10.6)] == [True, False]
+    assert [allowance.try_take_tokens(1, 1000.0) for _ in range(4)] == [True, True, True, False]
+    assert allowance.try_take_tokens(1, 999.0) is False  # time never goes back
+    assert [allowance.try_take_tokens(2, 1000.5), allowance.try_take_tokens(2, 1001.0)] == [False, True]
 
 
 # The best model so far, and when a new best is announced.

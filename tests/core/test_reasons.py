@@ -16,10 +16,10 @@ from prefect_tune.core.reasons import (
     ProcessEnd,
     Reason,
     find_code_location,
+    find_root_error,
     format_error,
     make_reason,
     process_end_reason,
-    root_error,
     summarize_error,
 )
 
@@ -115,8 +115,8 @@ def test_an_error_is_named_in_one_line_without_the_budget_that_it_spent(reason: 
 
 def test_the_error_of_an_attempt_that_ended_for_another_reason_is_that_reason() -> None:
     lost = make_reason("attempts-lost", count=3, error="OSError: gone")
-    assert root_error(lost) == lost
-    assert root_error("a text") == "a text"
+    assert find_root_error(lost) == lost
+    assert find_root_error("a text") == "a text"
 
 
 TRACE = "Traceback (most recent call last):\n"

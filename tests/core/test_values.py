@@ -23,7 +23,7 @@ from prefect_tune.core.storage.layout import (
     join_uri,
     matches_any_pattern,
 )
-from prefect_tune.core.values import WriteStamp, canonical_json, digest_of, get_metric, parse_json, validate_name
+from prefect_tune.core.values import WriteStamp, canonical_json, get_metric, hash_bytes, parse_json, validate_name
 from tests.core.driver import JOURNAL, KEY
 
 STAMP = WriteStamp(write_id="w", at="now")
@@ -74,7 +74,7 @@ def test_canonical_json_says_no_infinity(value: float) -> None:
 
 
 def test_a_digest_is_blake3() -> None:
-    assert digest_of(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+    assert hash_bytes(b"") == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_path_can_be_read_back() -> None:
     assert document_number("e/1/snapshots", JOURNAL.snapshot_path(640), "jsonl") == 640
     assert document_path("e/1/results/trials", 7, "parquet") == "e/1/results/trials/0000000007.parquet"
     assert document_number("e/1/results/trials", "e/1/results/trials/0000000007.parquet", "parquet") == 7
-    assert blob_sequence(KEY.blob_path(digest_of(b""), 345)) == 345
+    assert blob_sequence(KEY.blob_path(hash_bytes(b""), 345)) == 345
     assert KEY.artifacts_folder == "e/1/trials/t/artifacts"
 
 

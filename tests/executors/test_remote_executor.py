@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, Outbox
+from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, OutboxJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.clock import new_write_stamp
@@ -288,7 +288,7 @@ def test_a_search_that_was_taken_over_does_not_answer_what_the_new_one_started(
     executor.stop_all()
     with target.open(timeout=MINUTE) as store:
         close_outbox(store, make_spec(target).trial, 1, 1, "the new one", new_write_stamp())
-    new = Outbox(target, make_spec(target).trial, make_attempt_request(outbox=2).trial)
+    new = OutboxJournal(target, make_spec(target).trial, make_attempt_request(outbox=2).trial)
     reported = StepReported(trial=TRIAL, report=REPORT, awaits_decision=True)
     new.write([AttemptStarted(trial=TRIAL, attempt=2, from_step=0), reported])
     assert [*executor.poll_messages(NO_WAIT), *executor.poll_messages(NO_WAIT)] == []

@@ -90,7 +90,7 @@ def test_trials_that_request_no_resources_share_the_processors(
     cpu_count: int, options: dict[str, Any], threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(trial_executor, "available_cpu_count", lambda: cpu_count)
+    monkeypatch.setattr(trial_executor, "count_available_cpus", lambda: cpu_count)
     monkeypatch.setattr(trial_executor, "os", SimpleNamespace(cpu_count=lambda: 64, environ=os.environ))
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
     slots = make_local_slots(plan)
@@ -118,7 +118,7 @@ def test_a_trial_of_a_range_of_processes_has_as_many_as_its_slot_has_devices(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", options.get("gpus", "0,1,2,3"))
-    monkeypatch.setattr(trial_executor, "available_cpu_count", lambda: 8)
+    monkeypatch.setattr(trial_executor, "count_available_cpus", lambda: 8)
     options = {name: value for name, value in options.items() if name != "gpus"}
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **{"processes_per_trial": (1, 3), **options})
     slots = [dict(environment) for environment in make_local_slots(plan).environments]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import absolute_sys_path
+from prefect_tune.attempt.trial_spec import get_absolute_sys_path
 from prefect_tune.runtime.trainable import Reuse
 from tests.attempt.processes.modules import Module, Trainer, count_distinct
 from tests.fakes.trial_processes import LogRecorder, family, make_log, make_start, no_leaks, receive_metrics
@@ -26,7 +26,7 @@ _TRIALS = 1000
 def train_trials(folder: Path, log: logging.Logger) -> Sequence[Mapping[str, Any]]:
     """Train `_TRIALS` trials, two at a time; return the metrics of each."""
     start = make_start(os.getcwd, folder, {"lr": 0.1}, steps=1).model_copy(
-        update={"trainable": "tests.integrations.torch_trainable:train", "import_path": absolute_sys_path()}
+        update={"trainable": "tests.integrations.torch_trainable:train", "import_path": get_absolute_sys_path()}
     )
 
     def train(pool: TrialProcessPool) -> Mapping[str, Any]:

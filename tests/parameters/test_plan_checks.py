@@ -12,7 +12,7 @@ import pytest
 from prefect.task_runners import ProcessPoolTaskRunner
 
 import prefect_tune as pt
-from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
+from prefect_tune.attempt.attempt import ReportReader, stays_finished
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import FsspecTarget, LocalTarget
 from prefect_tune.core.errors import InvalidInput
@@ -175,7 +175,7 @@ def test_a_search_is_no_training(spec: TrialSpec) -> None:
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])
 def test_a_trial_that_said_it_is_done_has_had_enough_of_everything(spec: TrialSpec, stopper: Stopper) -> None:
     trial = Trial(id="trial", config={}, phase=Phase.FINISHED, step=7, metrics={"done": True})
-    assert meets_stop_criterion(trial, stopper, ReportReader(spec.target, spec.trial.journal_key))
+    assert stays_finished(trial, stopper, ReportReader(spec.target, spec.trial.journal_key))
 
 
 @pytest.mark.parametrize(
@@ -194,4 +194,4 @@ def test_a_larger_budget_goes_on_unless_what_was_reported_before_says_enough(
     assert isinstance(spec.target, LocalTarget)
     write_experiment(Path(spec.target.path), NAME, [1, 2, 3, 4])
     curves = ReportReader(spec.target, spec.trial.journal_key)
-    assert meets_stop_criterion(trial_at(spec.target, NAME), stopper, curves) is enough
+    assert stays_finished(trial_at(spec.target, NAME), stopper, curves) is enough

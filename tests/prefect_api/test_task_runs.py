@@ -26,13 +26,13 @@ from prefect_tune.prefect_api import task_runs
 from prefect_tune.prefect_api.artifacts_and_assets import (
     PrefectEvent,
     make_asset,
-    materialization_event,
-    reference_event,
+    make_materialization_event,
+    make_reference_event,
 )
 from prefect_tune.prefect_api.task_runs import (
     TRIAL_TASK_NAME,
     holding_concurrency_limits,
-    quiet_inner_tasks,
+    quieting_inner_tasks,
     run_task_inline,
     run_task_to_state,
 )
@@ -162,7 +162,7 @@ def find_end_lines(records: list[logging.LogRecord], name: str) -> list[str]:
 def test_an_inner_task_that_completes_says_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
     @flow
     def quiet() -> None:
-        with quiet_inner_tasks():
+        with quieting_inner_tasks():
             ends("Quiet")
         ends("Aloud")
 
@@ -173,7 +173,7 @@ def test_an_inner_task_that_completes_says_nothing_of_it(caplog: pytest.LogCaptu
 def test_an_inner_task_that_fails_is_still_reported(caplog: pytest.LogCaptureFixture) -> None:
     @flow
     def quiet() -> str:
-        with quiet_inner_tasks():
+        with quieting_inner_tasks():
             ends("Failed")
         return "done"
 
@@ -186,7 +186,7 @@ def test_the_log_of_the_search_alone_says_how_an_attempt_ended(caplog: pytest.Lo
 
     @flow
     def quiet() -> str:
-        with quiet_inner_tasks():
+        with quieting_inner_tasks():
             pass
         attempt("Failed")
         return "done"
@@ -201,7 +201,7 @@ def test_events_that_a_server_does_not_take_are_one_line_a_minute(
     service, times = logging.getLogger("prefect._internal.concurrency"), iter((1000.0, 1059.0, 1061.0))
     monkeypatch.setattr(task_runs, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setitem(task_runs._last_log_time, "seconds", 0.0)  # another test of this process may have logged one
-    with quiet_inner_tasks(), caplog.at_level(logging.ERROR, logger=service.name):
+    with quieting_inner_tasks(), caplog.at_level(logging.ERROR, logger=service.name):
         for _ in range(3):
             service.error("Service %r failed to process item %r", "EventsWorker", "Event(\n" * 14)
         service.error("another %s", "error")
@@ -232,7 +232,7 @@ def test_they_are_those_of_a_materializing_task(monkeypatch: pytest.MonkeyPatch)
         add_asset_metadata(model, _METADATA)
 
     flow(name="trains")(train)()
-    expected = (reference_event(source), materialization_event(model, [source], _METADATA))
+    expected = (make_reference_event(source), make_materialization_event(model, [source], _METADATA))
     asset_events = [event for event in emitted if event.event.startswith("prefect.asset.")]
     assert asset_events == [
         PrefectEvent(event.event, event.resource, list(event.related), event.payload) for event in expected

@@ -8,7 +8,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
 
 import prefect_tune as pt
-from prefect_tune.prefect_api.api_client import prefect_server
+from prefect_tune.prefect_api.api_client import open_server_client
 from tests.fakes.servers.canned_http import CannedServer, canned_server
 
 HTML = b"<!doctype html><title>Log in</title>"
@@ -40,7 +40,7 @@ def test_an_answer_that_is_not_that_of_prefects_api_names_the_setting(
     api.status, api.body = status, body
     with pytest.raises(pt.InvalidInput, match=setting) as flow:
         pt.tune("module:Name", {}, target="/runs")
-    with pytest.raises(pt.InvalidInput, match=setting) as verb, prefect_server("deployments"):
+    with pytest.raises(pt.InvalidInput, match=setting) as verb, open_server_client("deployments"):
         pass
     assert str(flow.value) == str(verb.value)
     assert "\n" not in str(flow.value)
@@ -69,5 +69,5 @@ def test_the_address_of_a_server_without_api_is_refused(prefect_server: str) -> 
 
 def test_a_server_that_fails_is_no_wrong_setting(api: CannedServer) -> None:
     api.status = 500
-    with pytest.raises(pt.TuneError, match=r"did not answer|rejected"), prefect_server("deployments") as client:
+    with pytest.raises(pt.TuneError, match=r"did not answer|rejected"), open_server_client("deployments") as client:
         client.read_flows(limit=1)

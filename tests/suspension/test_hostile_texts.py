@@ -21,7 +21,7 @@ from prefect_tune.core.journal_events import (
     TrialFinished,
     TrialPaused,
 )
-from prefect_tune.core.prefect_events import abbreviate
+from prefect_tune.core.prefect_events import truncate_json
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.maintenance import (
     DamageFinding,
@@ -97,6 +97,6 @@ def test_an_error_an_event_and_the_page_of_maintenance_give_no_commands() -> Non
     report = MaintenanceReport(f"s3://{HOSTILE}", (upkeep,), (), dry_run=False)
     errors = [str(kind(HOSTILE)) for kind in (TuneError, InvalidInput, Superseded)]
     damage = str(DamageFound(report.damage_message, report))
-    for text in (format_report(report), damage, *errors, str(abbreviate(HOSTILE))):
+    for text in (format_report(report), damage, *errors, str(truncate_json(HOSTILE))):
         require_visible(text)
         assert "\\u202e" in text

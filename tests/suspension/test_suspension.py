@@ -25,7 +25,7 @@ from prefect_tune.suspension import (
     ResumeAction,
     ResumeChoice,
     ResumeLimits,
-    RunIteration,
+    RunSegment,
     apply_answers,
     format_resume_advice,
     parse_choice,
@@ -103,7 +103,7 @@ def test_a_resume_of_a_suspended_run_whose_experiment_is_gone_starts_nothing(tmp
     plan = SearchPlan(trainable="tests.trainables.counting:Counting", target=target, experiment="e")
     shown = LastForm(key="prefect-tune-how-1", answer={})
     with pytest.raises(ResumeFailed, match=r"there is no experiment 'e' at .* Nothing was started"):
-        apply_answers(RunIteration(plan), TRAINING_QUESTION, shown)
+        apply_answers(RunSegment(plan), TRAINING_QUESTION, shown)
 
 
 # How a suspended run may continue: the options of the form, and the settings that each yields.

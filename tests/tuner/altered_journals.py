@@ -27,7 +27,7 @@ from prefect_tune.core.reasons import AnyReason, Reason, make_reason
 from prefect_tune.core.schedulers.base import Continue, Exploit, Pause, Stop
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 
 
 @dataclass(frozen=True)
@@ -148,4 +148,4 @@ def write_altered_journal(target: Path, key: JournalKey, entries: Sequence[Entry
         events = (*events_before, *alteration.events, *events_after) if is_altered else entry.events
         data = seal(entry.model_copy(update={"events": events, "previous": digest}))
         (target / key.entry_path(entry.number)).write_bytes(data)
-        digest = digest_of(data)
+        digest = hash_bytes(data)

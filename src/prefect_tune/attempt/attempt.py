@@ -29,13 +29,13 @@ from prefect_tune.attempt.processes.process_channel import (
     RankGroup,
     TrialChannel,
     open_rank_group,
-    trial_in_thread,
+    open_trial_thread,
 )
 from prefect_tune.attempt.processes.process_output import Log, make_rank_log
 from prefect_tune.attempt.search_channel import SearchChannel, TrialJournal
 from prefect_tune.attempt.supervisor import supervise
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, absolute_sys_path
-from prefect_tune.attempt.usage_meter import UsageMeter, count_processes
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, get_absolute_sys_path
+from prefect_tune.attempt.usage_meter import UsageMeter, choose_process_count
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.core.display_text import first_line, make_visible, pluralize
 from prefect_tune.core.errors import CheckpointCorrupt, CheckpointNotFound, ResumeFailed, TrialFailed
@@ -152,7 +152,7 @@ class Attempt:
     def _open_rank_group(self, start: Start, nodes: OtherNodes | None) -> Iterator[RankGroup]:
         """Open the processes of the attempt, including those on other nodes. Raises NodesMissingError."""
         if nodes is None:
-            processes = count_processes(self.spec.processes_per_trial, self.request.environment)
+            processes = choose_process_count(self.spec.processes_per_trial, self.request.environment)
             if processes != self.spec.processes_per_trial:
                 self.log.info("this attempt trains with %s", pluralize(processes, "process", "processes"))
             with open_rank_group(start, Placement(processes), self._open_process) as group:
@@ -166,7 +166,7 @@ class Attempt:
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
         """Open the process of one rank. The log lines of each rank but rank 0 name the rank."""
         if self.spec.isolation == "thread":
-            return trial_in_thread(start, self.log)
+            return open_trial_thread(start, self.log)
         log = make_rank_log(self.log, start.rank.rank) if start.rank.rank else self.log
         return self.channel.open_process(start, log, self.request.environment)
 
@@ -215,7 +215,7 @@ class Attempt:
             attempt=trial.attempt,
             trainable=spec.trainable,
             stopper=spec.stopper,
-            import_path=absolute_sys_path(),
+            import_path=get_absolute_sys_path(),
             config=trial.config,
             directory=str(scratch / "artifacts"),
             staging=str(scratch / "staging"),
@@ -281,7 +281,7 @@ class ReportReader:
         return [report for report in self._curves.get_curve(trial.id) if report.step <= trial.step]
 
 
-def meets_stop_criterion(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
+def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
     """Return whether a finished trial stays finished: it meets the stop criterion, or ended for another reason."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True

@@ -398,7 +398,7 @@ class CommitWorker:
     def _take_next_work(self) -> Callable[[], None] | None:
         """Return the next queued work; if none arrives before the next sync is due, return that sync."""
         elapsed = timedelta(seconds=time.monotonic() - self._last_write_at)
-        timeout = (self._journal.flush_interval(self._spec.sync) - elapsed).total_seconds()
+        timeout = (self._journal.get_flush_interval(self._spec.sync) - elapsed).total_seconds()
         try:
             return self._work.get(timeout=max(0.0, timeout))
         except queue.Empty:
@@ -473,7 +473,7 @@ class CommitWorker:
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
         key = CheckpointKey(trial=self._spec.trial, step=report.step, sequence=trial.next_sequence)
-        reports = self._journal.unjournaled_reports(report.step)
+        reports = self._journal.list_unjournaled_reports(report.step)
         metadata = make_checkpoint_metadata(self._spec.trial, trial, self._term, report, reports, new_write_stamp())
         if self.source_digest:
             metadata = metadata.model_copy(update={"fingerprint": {**metadata.fingerprint, "code": self.source_digest}})

@@ -45,7 +45,7 @@ from prefect_tune.attempt.processes.process_channel import (
 from prefect_tune.attempt.processes.process_output import Log, make_rank_log
 from prefect_tune.attempt.search_channel import SearchChannel
 from prefect_tune.attempt.supervisor import PARTS_TIMEOUT
-from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, absolute_sys_path
+from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, get_absolute_sys_path
 from prefect_tune.core.checkpoints.commit import ExpectedParts, find_reusable_bytes, send_part, send_part_failure
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import TuneError
@@ -64,16 +64,16 @@ from prefect_tune.core.messages.target_messages import (
     SendPart,
     ToRank,
     find_newest_address,
-    list_node_objects_up_to,
+    list_node_objects,
     node_message_adapter,
 )
 from prefect_tune.core.reasons import ProcessEnd, Reason, make_reason
-from prefect_tune.core.resources import process_count_on
+from prefect_tune.core.resources import compute_process_count
 from prefect_tune.core.restore import read_manifest_or_none
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.runtime.message_stream import MAX_TRIAL_MESSAGE_BYTES, MalformedMessage, MessageReader
 from prefect_tune.storage_retries import with_store
@@ -208,7 +208,7 @@ class OtherNodes:
         self._ranks: dict[int, _RemoteRankChannel] = {}
         self.request_stop: Callable[[], None] = lambda: None
         """Called when the infrastructure stops a node."""
-        self.placement = Placement(processes=process_count_on(spec.processes_per_trial, 1))
+        self.placement = Placement(processes=compute_process_count(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
         """Start to accept nodes, and publish this node's address on the target."""
@@ -217,7 +217,7 @@ class OtherNodes:
             self._listener = socket.create_server((host, 0))
         except OSError:  # for example, `host` is the name of a Kubernetes service
             self._listener = socket.create_server(("", 0))
-        request = digest_of(self._secret.encode())
+        request = hash_bytes(self._secret.encode())
         self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=request)
         threading.Thread(target=copy_context().run, args=(self._accept_nodes,), name="accept", daemon=True).start()
         document = seal(self._address)
@@ -244,7 +244,7 @@ class OtherNodes:
         for rank in self._ranks.values():
             rank.close(ProcessEnd(reason=make_reason("attempt-over")))
         trial, attempt = self._spec.trial, self._key.attempt
-        self._delete_objects(lambda store: [listed.path for listed in list_node_objects_up_to(store, trial, attempt)])
+        self._delete_objects(lambda store: [listed.path for listed in list_node_objects(store, trial, attempt)])
 
     def gather_nodes(self, stop: threading.Event) -> Sequence[TrialChannel]:
         """Wait for the nodes, then start their ranks; return the channels to these ranks. Raises NodesMissingError."""
@@ -538,7 +538,7 @@ class _WorkerNode:
             self._node_0.send(NodeStopping())
 
     def _run_ranks(self, begin: BeginAttempt) -> None:
-        index, processes = begin.nodes.index(self._node), process_count_on(self._spec.processes_per_trial, 1)
+        index, processes = begin.nodes.index(self._node), compute_process_count(self._spec.processes_per_trial, 1)
         placement = Placement(processes, len(begin.nodes), index, (begin.address, begin.port))
         self._first_rank, self._term = placement.first_rank, begin.term
         with ScratchDirectory("staging", "artifacts") as scratch, ExitStack() as opened:
@@ -549,7 +549,7 @@ class _WorkerNode:
                 local = {  # the code comes from the parameters of this node, never from the target
                     "trainable": self._spec.trainable,
                     "stopper": self._spec.stopper,
-                    "import_path": absolute_sys_path(),
+                    "import_path": get_absolute_sys_path(),
                     "directory": str(scratch / "artifacts"),
                     "staging": str(scratch / "staging"),
                     "restored_directory": restored,

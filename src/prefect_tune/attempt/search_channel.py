@@ -1,7 +1,7 @@
 """The connection of an attempt to its search: the attempt sends events and requests, and receives decisions.
 
     search, same process    SubmittingJournal ──► the driver's next entry; `write` waits until it is written
-    search, other process   Outbox            ──► numbered posts on the target, which the owner journals later
+    search, other process   OutboxJournal     ──► numbered posts on the target, which the owner journals later
     the user's own flow     WritingJournal    ──► the journal of the experiment, which the flow run owns
 
 An event is durable when `write` returns. Only then is a save acknowledged to the trial, or a checkpoint deleted.
@@ -56,7 +56,7 @@ class TrialJournal(ABC):
         """Journal a report soon, at the latest with the next events. Never blocks."""
 
     @abstractmethod
-    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
+    def list_unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         """Return the reports up to `step` that may not be durable yet."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class TrialJournal(ABC):
     def flush(self) -> None:
         """Journal the queued reports. Raises the same errors as `write`."""
 
-    def flush_interval(self, sync: SyncConfig) -> timedelta:
+    def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time until the next call of `flush`."""
         return sync.sync_period
 
@@ -105,7 +105,7 @@ class SubmittingJournal(TrialJournal):
         self._reports.append((event.report, submitted.entry_written))
         self._submit(submitted)
 
-    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
+    def list_unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
@@ -133,7 +133,7 @@ class _BufferedJournal(TrialJournal):
     def add_report(self, event: StepReported) -> None:
         self._queued_reports.append(event)
 
-    def unjournaled_reports(self, step: int) -> Sequence[StepReport]:
+    def list_unjournaled_reports(self, step: int) -> Sequence[StepReport]:
         pending = self._pending_entry[0] if self._pending_entry is not None else ()
         reports = (event.report for event in (*pending, *self._queued_reports) if isinstance(event, StepReported))
         return [report for report in reports if report.step <= step]
@@ -166,7 +166,7 @@ class _BufferedJournal(TrialJournal):
         """Write the events unless they are already written; return the trial after them."""
 
 
-class Outbox(_BufferedJournal):
+class OutboxJournal(_BufferedJournal):
     """Posts the events of an attempt to the outbox of its trial (`core/journal/outbox`)."""
 
     deletes_retired = False
@@ -180,7 +180,7 @@ class Outbox(_BufferedJournal):
         self._has_unread_posts = False
         """Whether the post `_MAX_UNREAD_POSTS` posts ago still exists: a search deletes the posts that it has read."""
 
-    def flush_interval(self, sync: SyncConfig) -> timedelta:
+    def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads them, to show the newest step; otherwise longer."""
         live, sync_period = sync.live_period, sync.sync_period
         if live is None or (self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live):

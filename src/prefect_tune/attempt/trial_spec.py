@@ -96,7 +96,7 @@ class AttemptRequest:
         return self.trial.attempt + 1
 
 
-def absolute_sys_path() -> tuple[str, ...]:
+def get_absolute_sys_path() -> tuple[str, ...]:
     """Return this process's `sys.path` as absolute paths, for processes with other working directories."""
     return tuple(_make_absolute(entry) for entry in sys.path)
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from prefect_tune.clock import run_clock_now
 from prefect_tune.core.reasons import Reason, make_reason
-from prefect_tune.core.resources import Processes, process_count_on
+from prefect_tune.core.resources import Processes, compute_process_count
 from prefect_tune.core.usage_records import AttemptUsage, GroupUsage, PhaseSeconds, RankEnd
-from prefect_tune.linux import MemoryLimit, available_cpu_count, iter_process_tree, process_usage
+from prefect_tune.linux import MemoryLimit, count_available_cpus, iter_process_tree, read_process_usage
 
 _MIN_SAMPLE_INTERVAL_SECONDS = 1.0
 _MIN_PAUSE_FACTOR = 1200
@@ -40,7 +40,7 @@ class UsageMeter:
         """Args: memory: the memory limit of the trial; None: the limit of this process, which the trial inherits."""
         self.began_at = run_clock_now()
         self._memory_limit = memory or MemoryLimit()
-        self._kills = self._kills_before = self._memory_limit.oom_kill_count()
+        self._kills = self._kills_before = self._memory_limit.count_oom_kills()
         self._next_sample_at = self._next_kill_count_at = 0.0
         self.environment: Mapping[str, str] = {}
         """The variables of the trial's process, such as its GPUs, in addition to the variables of this process."""
@@ -65,7 +65,7 @@ class UsageMeter:
         """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0`: whether it trains rank 0."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
-        if pid == os.getpid() or process_usage(pid) is None:
+        if pid == os.getpid() or read_process_usage(pid) is None:
             return
         if self._processes is None:
             self._processes = _ProcessSampler(pid, {**os.environ, **self.environment})
@@ -82,7 +82,7 @@ class UsageMeter:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
         self._phase, now = phase, time.monotonic()
         if now >= self._next_kill_count_at:
-            self._kills_before, self._kills = self._kills, self._memory_limit.oom_kill_count()
+            self._kills_before, self._kills = self._kills, self._memory_limit.count_oom_kills()
             self._next_kill_count_at = now + _MIN_SAMPLE_INTERVAL_SECONDS
         if self._processes is not None and now >= self._next_sample_at:
             start = time.thread_time()
@@ -100,8 +100,8 @@ class UsageMeter:
     def add_startup_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
         """Return the seconds that the trial has measured, plus the restore and the start of the attempt."""
         start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
-        seconds = (trial or PhaseSeconds()).add_seconds("start", max(0.0, start))
-        return _round_seconds(seconds.add_seconds("restoring", self._restored_seconds))
+        seconds = (trial or PhaseSeconds()).with_added_seconds("start", max(0.0, start))
+        return _round_seconds(seconds.with_added_seconds("restoring", self._restored_seconds))
 
     def get_usage(self) -> AttemptUsage:
         """Return the usage of the attempt so far. May be called from any thread."""
@@ -110,7 +110,7 @@ class UsageMeter:
         seconds = self.add_startup_seconds(self._trial)
         rest = until - self._start_time - seconds.total
         phase = self._phase if self._loaded_at is not None else "start"
-        seconds = _round_seconds(seconds.add_seconds(phase, max(0.0, rest)).add_seconds("ending", ending))
+        seconds = _round_seconds(seconds.with_added_seconds(phase, max(0.0, rest)).with_added_seconds("ending", ending))
         figures = {"output": self.last_output(), **(self._processes.summarize() if self._processes else {})}
         if self.rank_ends:
             return GroupUsage(seconds=seconds, **figures, ends=tuple(self.rank_ends))
@@ -122,7 +122,7 @@ class UsageMeter:
         Earlier kills do not count: the counter of kills includes other trials of the control group or the machine.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
-        return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.limit_bytes())
+        return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.read_limit())
 
     def out_of_memory_reason(self) -> Reason:
         """Return the reason `out-of-memory` with the peak, the limit, and the largest process of the last sample."""
@@ -131,12 +131,12 @@ class UsageMeter:
             process, process_bytes = self._processes.largest
             peak_bytes = round(self._processes.memory.peak or 0)
         if self._has_new_oom_kill():  # the samples lack the last second
-            peak_bytes = max(peak_bytes, self._memory_limit.peak_memory_bytes())
-        sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.limit_bytes()}
+            peak_bytes = max(peak_bytes, self._memory_limit.read_peak_usage())
+        sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.read_limit()}
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
     def _has_new_oom_kill(self) -> bool:
-        return self._memory_limit.oom_kill_count() > self._kills_before  # the last count may already include the kill
+        return self._memory_limit.count_oom_kills() > self._kills_before  # the last count may already include the kill
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -167,7 +167,7 @@ class _ProcessSampler:
 
     def take_sample(self) -> None:
         """Take a sample of the processes that still run, and of their GPUs."""
-        stats = {pid: process_usage(pid) for root in self._pids for pid in iter_process_tree(root)}
+        stats = {pid: read_process_usage(pid) for root in self._pids for pid in iter_process_tree(root)}
         running = {pid: stat for pid, stat in stats.items() if stat is not None and stat[1]}
         gpus = _sample_gpus(self._gpu_names)
         with self._guard:
@@ -275,7 +275,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
     return ()
 
 
-def count_processes(wanted: Processes, environment: Mapping[str, str]) -> int:
+def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
     For a range, use the slot's `LOCAL_WORLD_SIZE`, else its GPUs, else its processors, within the limits of the range.
@@ -283,8 +283,8 @@ def count_processes(wanted: Processes, environment: Mapping[str, str]) -> int:
     if isinstance(wanted, int):
         return wanted
     size = environment.get(PROCESSES_VARIABLE)
-    limit = int(size) if size else len(list_gpus({**os.environ, **environment})) or available_cpu_count()
-    return process_count_on(wanted, limit)
+    limit = int(size) if size else len(list_gpus({**os.environ, **environment})) or count_available_cpus()
+    return compute_process_count(wanted, limit)
 
 
 def parse_visible_devices(visible: str) -> tuple[str, ...]:

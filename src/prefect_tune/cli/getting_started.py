@@ -38,10 +38,10 @@ def register_blocks() -> None:
     from prefect_tune.blocks import SyncConfig
     from prefect_tune.blocks.storage_target import StrictBlock
     from prefect_tune.blocks.targets import TARGET_TYPES
-    from prefect_tune.prefect_api.api_client import prefect_server
+    from prefect_tune.prefect_api.api_client import open_server_client
 
     kinds: tuple[type[StrictBlock], ...] = (*TARGET_TYPES, SyncConfig)
-    with prefect_server("blocks"):
+    with open_server_client("blocks"):
         for kind in kinds:
             kind.register_type_and_schema()
             print(kind.get_block_type_slug())

@@ -48,7 +48,7 @@ from prefect_tune.core.experiment.summary import (
 from prefect_tune.core.experiment.trial_transitions import Phase, Status, Trial
 from prefect_tune.core.journal.journal import load_experiment, read_entries
 from prefect_tune.core.journal_events import AttemptEnded, AttemptStarted, TrialFinished, TrialPaused
-from prefect_tune.core.messages.target_messages import ExperimentView, RunningTrial, read_view
+from prefect_tune.core.messages.target_messages import ExperimentView, RunningAttempt, read_view
 from prefect_tune.core.search_view import SearchView
 from prefect_tune.core.storage.generations import find_current_journal, find_experiment_names
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -247,7 +247,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
     if resume_with and fresh.is_stale:
         head["resume with"] = resume_with
     shown_trials = trials[:_MAX_TRIALS]
-    running = [view.running_attempt(trial.id) for trial in shown_trials]
+    running = [view.get_running_attempt(trial.id) for trial in shown_trials]
     extra = {}
     if any(running):
         extra["host"] = [(attempt.host or "") if attempt else "" for attempt in running]
@@ -325,7 +325,7 @@ def _has_traceback(trial: Trial) -> bool:
     return "\n" in trial.reason.strip()
 
 
-def format_last_report_age(attempt: RunningTrial, now: datetime) -> str:
+def format_last_report_age(attempt: RunningAttempt, now: datetime) -> str:
     """Return how long ago a running attempt reported; if unknown, how long ago it began."""
     began_ago = f"; began {format_age(attempt.began_at, now)}" if attempt.began_at else ""
     return format_age(attempt.reported_at, now) or f"none known{began_ago}"
@@ -336,7 +336,7 @@ def _format_owner(state: Experiment) -> str:
 
 
 def _collect_trial_facts(view: ExperimentView, trial: Trial, attempts: Sequence[AttemptCost]) -> dict[str, Any]:
-    attempt, fields = view.running_attempt(trial.id), trial_to_json(trial)
+    attempt, fields = view.get_running_attempt(trial.id), trial_to_json(trial)
     config = fields.pop("config")
     return {
         **fields,
@@ -380,7 +380,7 @@ def report(
         if entry.number <= state.entry_count:
             search.apply_entry(entry)
     for name in state.trials:
-        if (attempt := view.running_attempt(name)) and attempt.report:
+        if (attempt := view.get_running_attempt(name)) and attempt.report:
             search.apply_report(name, attempt.report, now)
     age = fresh.describe("before this page was made") if fresh.is_running else ""
     uri = resolve_existing_target(target).uri

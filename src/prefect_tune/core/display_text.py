@@ -134,7 +134,7 @@ def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
     return f"did you mean {match!r}?" if match else f"it has {', '.join(known_names) or 'nothing'}"
 
 
-def signature_if_mismatched(function: Callable[..., object], argument_count: int) -> str:
+def describe_signature_mismatch(function: Callable[..., object], argument_count: int) -> str:
     """Return the name and parameters of a function that does not accept `argument_count` positional arguments.
 
     Empty if the function accepts them, or if its parameters are unknown, as for some C functions. A wrapper is checked

@@ -64,7 +64,7 @@ def to_plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInpu
     return plain
 
 
-def convert_fields(options: DataclassInstance) -> None:
+def convert_scalar_fields(options: DataclassInstance) -> None:
     """Convert the scalar fields of a frozen dataclass to plain scalars. Call this first in `__post_init__`."""
     for field in fields(options):
         object.__setattr__(options, field.name, to_plain_scalar(getattr(options, field.name)))

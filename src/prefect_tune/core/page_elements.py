@@ -96,7 +96,7 @@ def render_element(element: PageElement) -> Iterator[str]:
             attribute = f' class="{kind}"' if kind else ""
             yield f"<p{attribute}>{''.join(map(_render_cell, parts))}</p>"
         case Figure():
-            yield f'<img src="{data_uri(element.svg)}" alt="{escape_html(element.description)}">'
+            yield f'<img src="{make_data_uri(element.svg)}" alt="{escape_html(element.description)}">'
             if element.legend:
                 yield f'<p class="legend">{escape_html(element.legend)}</p>'
         case Table(head=head, rows=rows):
@@ -129,7 +129,7 @@ def escape_html(text: str) -> str:
     return escape(make_visible(text))
 
 
-def data_uri(svg: str) -> str:
+def make_data_uri(svg: str) -> str:
     """Return the picture as a `data:` URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 

@@ -154,18 +154,18 @@ class ExperimentEnded(ExperimentEvent):
     """The number of trial events that the rate limit dropped."""
 
 
-def event_name(event: Event) -> str:
+def get_event_name(event: Event) -> str:
     """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
     if isinstance(event, CheckpointQuarantined) and not event.quarantined:
         return "prefect-tune.checkpoint-reinstated"
     return f"prefect-tune.{event.type}"
 
 
-def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
+def make_event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
     """Return an event's payload as JSON, with the version; at the end of an attempt, with the trial's state `after` it.
 
     A reason becomes two fields: its sentence for display, and `reason_code` for conditions, None for a user's text.
-    Values are truncated by `abbreviate`.
+    Values are truncated by `truncate_json`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})
     if (reason := getattr(event, "reason", None)) is not None:
@@ -177,25 +177,25 @@ def event_payload(event: Event | ExperimentEvent, after: Trial | None = None) ->
     if after is not None and isinstance(event, AttemptEnded | TrialErrored | TrialFinished | TrialPaused):
         outcome = {"attempt", "step", "metrics", "recomputed_steps", "recomputed_is_lower_bound"}
         fields |= {"status": after.status.value, **after.model_dump(mode="json", include=outcome)}
-    return {"version": PAYLOAD_VERSION, **{name: abbreviate(value) for name, value in fields.items()}}
+    return {"version": PAYLOAD_VERSION, **{name: truncate_json(value) for name, value in fields.items()}}
 
 
-def event_labels(payload: Mapping[str, object]) -> dict[str, str]:
+def make_event_labels(payload: Mapping[str, object]) -> dict[str, str]:
     """Return the labels of an event's resource, from the event's payload; bools become `true` and `false`."""
     labels = {name: payload[name] for name in LABEL_FIELDS if payload.get(name) is not None}
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in labels.items()}
     return {f"prefect-tune.{name}": word for name, word in texts.items()}
 
 
-def abbreviate(value: Json) -> Json:
+def truncate_json(value: Json) -> Json:
     """Truncate a JSON value: texts to their first line and 500 characters, lists and dicts to 20 items."""
     match value:
         case str():
             return shorten(first_line(value), _MAX_TEXT_LENGTH)
         case dict():
-            return {name: abbreviate(item) for name, item in islice(value.items(), _MAX_ITEM_COUNT)}
+            return {name: truncate_json(item) for name, item in islice(value.items(), _MAX_ITEM_COUNT)}
         case list():
-            return [abbreviate(item) for item in value[:_MAX_ITEM_COUNT]]
+            return [truncate_json(item) for item in value[:_MAX_ITEM_COUNT]]
         case _:
             return value
 
@@ -212,7 +212,7 @@ class TokenBucket:
     def __post_init__(self) -> None:
         self._tokens = self.capacity
 
-    def try_take(self, count: int, now: float) -> bool:
+    def try_take_tokens(self, count: int, now: float) -> bool:
         """Take `count` tokens if they are available; return whether they were taken."""
         self._tokens = min(self.capacity, self._tokens + max(0.0, now - self._updated_at) * self.per_second)
         self._updated_at = max(self._updated_at, now)

@@ -157,7 +157,7 @@ _CODES_WITH_ERROR = frozenset(
 """The codes whose argument `error` is the error of the attempt."""
 
 
-def root_error(reason: AnyReason) -> AnyReason:
+def find_root_error(reason: AnyReason) -> AnyReason:
     """Return the error that ended an attempt, without the reasons around it, which are about retries."""
     while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _CODES_WITH_ERROR:
         reason = _parse_reason(reason.arguments["error"])
@@ -166,7 +166,7 @@ def root_error(reason: AnyReason) -> AnyReason:
 
 def summarize_error(reason: AnyReason) -> AnyReason:
     """Return the error that ended an attempt, without its traceback, rank, location and output, to compare errors."""
-    error = root_error(reason)
+    error = find_root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
     context = ("traceback", "rank", "location", "output")
@@ -175,7 +175,7 @@ def summarize_error(reason: AnyReason) -> AnyReason:
 
 def format_error(reason: AnyReason) -> str:
     """Format an error in one line, with its code location if known: `KeyError: 'lr' (train.py:9)`."""
-    error = root_error(reason)
+    error = find_root_error(reason)
     location = error.arguments.get("location") if isinstance(error, Reason) else None
     return first_line(f"{first_line(error)} ({location})" if location else error)
 
@@ -208,7 +208,7 @@ def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
     return f"{re.split(_SEPARATORS, path)[-1]}:{line}"
 
 
-def strip_result(reason: AnyReason, step: int) -> AnyReason:
+def omit_step_result(reason: AnyReason, step: int) -> AnyReason:
     """Return a scheduler's reason without the result of `step`, for a text that already shows this result."""
     codes = ("rank-promoted", "rank-continued", "cutoff")
     if isinstance(reason, Reason) and reason.code in codes and reason.arguments.get("step") == step:
@@ -238,7 +238,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
     "reason": lambda reason: str(_parse_reason(reason)),
-    "line": lambda reason: first_line(root_error(_parse_reason(reason))),
+    "line": lambda reason: first_line(find_root_error(_parse_reason(reason))),
 }
 _formatter = _Formatter()
 

@@ -27,7 +27,7 @@ class RenamedMembers:
             return super().__getattr__(name) if hasattr(super(), "__getattr__") else object.__getattribute__(self, name)
 
 
-def reject_renamed_functions(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+def make_module_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module's `__getattr__`. For a function's old name in `renamed`, its error names the new name."""
 
     def get_attribute(name: str) -> Any:

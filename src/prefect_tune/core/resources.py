@@ -73,7 +73,7 @@ def parse_processes(value: object, where: str = "processes_per_trial", example: 
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
-def process_count_on(wanted: Processes, devices: int) -> int:
+def compute_process_count(wanted: Processes, devices: int) -> int:
     """Return the number of processes of a trial that has `devices` GPUs, or CPUs if it has no GPU."""
     if isinstance(wanted, int):
         return wanted

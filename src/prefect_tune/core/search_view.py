@@ -82,11 +82,11 @@ class Series:
             del self._steps[kept:], self._values[kept:]
             self._points_since_kept = self._stride
 
-    def points(self) -> Sequence[tuple[float, float]]:
+    def list_points(self) -> Sequence[tuple[float, float]]:
         return list(zip(self._steps, self._values, strict=True))
 
 
-def numeric_metrics(metrics: Mapping[str, object]) -> Mapping[str, float]:
+def select_numeric_metrics(metrics: Mapping[str, object]) -> Mapping[str, float]:
     """Return the numeric metrics, which can be drawn."""
     leaves = iter_leaves(metrics)
     return {name: float(value) for name, value in leaves if isinstance(value, int | float) and is_number(value)}
@@ -187,7 +187,7 @@ class SearchSnapshot:
     is_complete: bool = True
     """Whether the view covers the journal from the first entry."""
 
-    def newest_report(self, trial: str) -> StepReport | None:
+    def get_newest_report(self, trial: str) -> StepReport | None:
         """Return the newest report of the trial's running attempt; None without a report."""
         return self.running[trial].report if trial in self.running else None
 
@@ -306,7 +306,7 @@ class SearchView:
             other_metrics=tuple(self._other_metrics)[:_OTHER_METRIC_COUNT],
             metric_count=len(self._metrics) + len(self._other_metrics),
             curves={
-                trial: {name: series.points() for name, series in self._curves[trial].items()}
+                trial: {name: series.list_points() for name, series in self._curves[trial].items()}
                 for trial in drawn
                 if trial in self._curves
             },
@@ -400,7 +400,7 @@ class SearchView:
         self._update_attempt(trial, ended_at=ended, status=status, is_lost=end is Cause.MACHINE)
 
     def _add_points(self, trial: str, step: int, metrics: Mapping[str, object]) -> None:
-        numbers = numeric_metrics(metrics)
+        numbers = select_numeric_metrics(metrics)
         self._metrics = self._metrics or tuple(numbers)[:_OBJECTIVE_COUNT]
         curves = self._curves.setdefault(trial, {})
         for name in numbers:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from prefect_tune.core.values import canonical_json, digest_of
+from prefect_tune.core.values import canonical_json, hash_bytes
 
 _MANTISSA_BITS = 53  # the precision of a float
 
 
 def seed_from_name(name: str) -> int:
     """Return the seed of an experiment with this name, if the user passes no seed."""
-    return int(digest_of(name.encode())[:8], 16)
+    return int(hash_bytes(name.encode())[:8], 16)
 
 
 def draw_uniform(seed: int, *purpose: str | int) -> float:

@@ -37,7 +37,7 @@ class PhaseSeconds(Value):
     def total(self) -> float:
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
-    def add_seconds(self, phase: str, seconds: float) -> Self:
+    def with_added_seconds(self, phase: str, seconds: float) -> Self:
         """Return a copy with `seconds` added to `phase`, within valid limits: a trial may report any number."""
         return self.model_copy(update={phase: min(_MAX_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
@@ -107,12 +107,12 @@ class AttemptRecord(Value):
         `seconds` are the seconds of the attempt at the checkpoint's step; None if unknown.
         """
         if seconds is None:
-            seconds = self.seconds.add_seconds("training", trained_seconds)
+            seconds = self.seconds.with_added_seconds("training", trained_seconds)
         return self.model_copy(update={"seconds": seconds, "saved_seconds": seconds.training})
 
     def with_end(self, usage: AttemptUsage | None, trained_seconds: float, *, is_lost: bool) -> AttemptRecord:
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
-        seconds = usage.seconds if usage else self.seconds.add_seconds("training", trained_seconds)
+        seconds = usage.seconds if usage else self.seconds.with_added_seconds("training", trained_seconds)
         if usage and usage.output:
             usage = usage.model_copy(update={"output": ""})  # only the event has the output
         return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})

@@ -154,7 +154,7 @@ ExperimentName: TypeAlias = Annotated[str, AfterValidator(validate_name)]
 TrialId: TypeAlias = Annotated[str, AfterValidator(validate_name)]
 
 
-def digest_of(data: bytes | bytearray | memoryview) -> Digest:
+def hash_bytes(data: bytes | bytearray | memoryview) -> Digest:
     """Return the BLAKE3 digest (256 bits, hexadecimal) by which the protocol names bytes."""
     return Digest(blake3(data).hexdigest())
 

@@ -31,7 +31,7 @@ from prefect.settings import get_current_settings
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.prefect_events import BestImproved, TrialStalled
-from prefect_tune.prefect_api.api_client import prefect_server
+from prefect_tune.prefect_api.api_client import open_server_client
 
 _PREFIX = "prefect-tune: "
 _TAG = "prefect-tune"
@@ -249,7 +249,7 @@ def install_specs(
         without_action: whether a new alert without an action is installed and switched off, or is not installed.
     """
     specs = _select_specs(None, _make_heartbeat_window(None)) if specs is None else specs
-    with prefect_server("automations") as client:
+    with open_server_client("automations") as client:
         actions = _make_alert_actions(client, notify, run, parameters)
         skipped = [] if actions or without_action == "switch off" else [spec for spec in specs if spec.is_alert]
         wanted = [spec for spec in specs if spec not in skipped or _find_installed_automations(client, spec)]
@@ -264,7 +264,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
         TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
     """
     removed = []
-    with prefect_server("automations") as client:
+    with open_server_client("automations") as client:
         for spec in _select_specs(names, _make_heartbeat_window(None)):
             if installed := _find_installed_automations(client, spec):
                 removed.append(spec.name)
@@ -289,7 +289,7 @@ def require_notification_block(slug: str) -> None:
         InvalidInput: the block is not saved, or no Prefect server is configured.
         TuneError: the server did not answer, or refused the request.
     """
-    with prefect_server("automations") as client:
+    with open_server_client("automations") as client:
         _read_block_id(client, slug)
 
 

@@ -22,7 +22,7 @@ from prefect.utilities.urls import url_for
 from pydantic import AfterValidator, BeforeValidator, ValidationError
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target, target_reference
-from prefect_tune.blocks.resolve_target import require_absolute, validate_target
+from prefect_tune.blocks.resolve_target import require_absolute_target, validate_target
 from prefect_tune.core.display_text import did_you_mean_or_list, format_duration
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
@@ -32,7 +32,7 @@ from prefect_tune.deploy.deployment_specs import TAG, DeploymentSchedule, Deploy
 from prefect_tune.parameters.argument_checks import make_stopper, split_import_path, with_samples
 from prefect_tune.parameters.forms import GroupedFlow, flatten_parameters, make_form_schema
 from prefect_tune.parameters.search_plan import OPTIONS, SearchOptions, SearchPlan
-from prefect_tune.prefect_api.api_client import prefect_server
+from prefect_tune.prefect_api.api_client import open_server_client
 from prefect_tune.stores.open_location import BLOCK_SLUG
 from prefect_tune.trust import resolve_trusted_packages
 from prefect_tune.tuner.run_search import begin_schedule, parse_warm_start
@@ -120,7 +120,7 @@ def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
         if template := _TEMPLATE.fullmatch(target.strip()):
             return _resolve_saved_block(f"{template[1]}/{template[2]}", field, find_slug)
         validate_target(target)
-        require_absolute(target, field)
+        require_absolute_target(target, field)
         if BLOCK_SLUG.fullmatch(target):
             return _resolve_saved_block(target, field, find_slug)
     try:
@@ -142,7 +142,7 @@ def _resolve_saved_block(reference: object, field: str, find_slug: SlugLookup) -
 def _require_absolute_sources(warm_start: list[object]) -> Sequence[str]:
     sources = parse_warm_start(warm_start)
     for source in sources:
-        require_absolute(source.rpartition("/")[0] or "/", "warm_start")
+        require_absolute_target(source.rpartition("/")[0] or "/", "warm_start")
     return sources
 
 
@@ -218,7 +218,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[Deployme
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
         TuneError: no Prefect server answers, or the server refuses the request.
     """
-    with prefect_server("deployments") as client:
+    with open_server_client("deployments") as client:
         _require_pool(client, pool)
         validated = [_validate_deployment(client, spec, pool) for spec in specs]
         return [_create_or_update_deployment(client, deployment) for deployment in validated]

@@ -30,7 +30,7 @@ from prefect_tune.attempt.attempt import NODE_0_SILENT
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.executors.remote_executor import RemoteSearchChannel, request_to_parameters, spec_to_parameters
 from prefect_tune.executors.trial_executor import AttemptCancelledError, make_attempt_task, make_node_task, task_error
 from prefect_tune.prefect_api.api_client import is_temporary_error
@@ -209,7 +209,7 @@ class DeploymentLauncher:
         spec_parameters, request_parameters = spec_to_parameters(spec), request_to_parameters(request)
         parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
         # The key is unique among targets, and among later experiments of the same name.
-        target, experiment_id = digest_of(spec.target.uri.encode())[:16], request.experiment_id[:16]
+        target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)
         # An earlier owner may have started node 0: the other nodes need the same secret.

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from prefect_tune.attempt.processes.process_channel import TrialChannel
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool, shared_pool
-from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, Outbox, SearchChannel, TrialJournal
+from prefect_tune.attempt.search_channel import Answer, DecisionAwaited, OutboxJournal, SearchChannel, TrialJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget, target_reference
 from prefect_tune.core.errors import (
@@ -46,7 +46,7 @@ from prefect_tune.core.messages.process_messages import CheckpointAndStop, Conti
 from prefect_tune.core.messages.target_messages import (
     UNSOLICITED_STEP,
     AnyAnswer,
-    delete_stale_answer,
+    delete_unsolicited_answer,
     read_answer,
     write_answer,
 )
@@ -126,7 +126,7 @@ class RemoteSearchChannel(SearchChannel):
         super().__init__()
         self._target, self._trial, self._attempt = target, trial, attempt
         self._search_term, self._reuse, self._pool = search_term, reuse, pool
-        self._outbox: Outbox | None = None
+        self._outbox: OutboxJournal | None = None
         self._decision_step: int | None = None
         self._decision_requested = threading.Event()
         self._closed = threading.Event()
@@ -164,7 +164,7 @@ class RemoteSearchChannel(SearchChannel):
                 f"experiment {spec.trial.experiment!r} at {self._target.uri} was deleted after it requested attempt "
                 f"{self._attempt} of trial {spec.trial.trial!r}. Nothing was trained or written"
             )
-        self._outbox = Outbox(self._target, spec.trial, request.trial)
+        self._outbox = OutboxJournal(self._target, spec.trial, request.trial)
         return self._outbox
 
     def await_decision(self, report: StepReport) -> None:
@@ -313,7 +313,7 @@ class RemoteExecutor:
         number = trial.attempt + (trial.phase is not Phase.RUNNING)
         if trial.outbox is None:
             raise ValueError(f"trial {trial.id!r} has no outbox")
-        with_store(self._target, lambda store: delete_stale_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
+        with_store(self._target, lambda store: delete_unsolicited_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
         if self._experiment_id is None:  # with this id, a late attempt detects that its experiment was deleted
             self._experiment_id = read_experiment_id(self._target, spec.trial.journal_key)
         channel = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)

@@ -24,8 +24,8 @@ from prefect_tune.attempt.usage_meter import PROCESSES_VARIABLE, list_gpus
 from prefect_tune.core.errors import CommitUnknown, InvalidInput, TrialFailed
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
-from prefect_tune.core.resources import Machine, divide_into_slots, parse_resources, process_count_on
-from prefect_tune.linux import available_cpu_count
+from prefect_tune.core.resources import Machine, compute_process_count, divide_into_slots, parse_resources
+from prefect_tune.linux import count_available_cpus
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.task_runs import ending_slot_waits, run_task_to_state
 from prefect_tune.tasks.trials import run_attempt, run_node
@@ -289,9 +289,9 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
         InvalidInput: the machine is too small for one trial, or `resources_total` is not valid.
     """
     max_slots = min((limit for limit in (plan.max_concurrent_trials, max_workers) if limit is not None), default=None)
-    cpu_count, needed, is_thread = available_cpu_count(), plan.resources, plan.isolation == "thread"
+    cpu_count, needed, is_thread = count_available_cpus(), plan.resources, plan.isolation == "thread"
     if needed is None:
-        count = max_slots or max(1, cpu_count // process_count_on(plan.processes_per_trial, 1))
+        count = max_slots or max(1, cpu_count // compute_process_count(plan.processes_per_trial, 1))
         trial_count = None if plan.samples_per_run else plan.trial_count  # with samples, only the journal has the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
@@ -310,7 +310,7 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
 
 def get_local_machine(total: Mapping[str, float] | None = None) -> Machine:
     """Return the processors and GPUs that this process may use; `total` overrides the numbers."""
-    machine = Machine(cpu_count=available_cpu_count(), gpus=list_gpus(os.environ))
+    machine = Machine(cpu_count=count_available_cpus(), gpus=list_gpus(os.environ))
     if total is None:
         return machine
     parse_resources(total, "resources_total")
@@ -327,7 +327,7 @@ def _make_slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> 
     By default such a library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs, busy
     waiting doubles the CPU time.
     """
-    processes = process_count_on(plan.processes_per_trial, gpu_count or int(cpu_count))
+    processes = compute_process_count(plan.processes_per_trial, gpu_count or int(cpu_count))
     variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES_VARIABLE: str(processes)}
     if cpu_count and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, int(cpu_count / processes)))

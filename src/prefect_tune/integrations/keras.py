@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.renamed import reject_renamed_functions
+from prefect_tune.core.renamed import make_module_getattr
 from prefect_tune.integrations.common import (
     MetricNames,
     find_sibling_callbacks,
@@ -30,7 +30,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "keras", "keras", "numpy") from error
 
-__getattr__ = reject_renamed_functions(__name__, {"restored_epoch": "get_initial_epoch"})
+__getattr__ = make_module_getattr(__name__, {"restored_epoch": "get_initial_epoch"})
 
 __all__ = ["TuneReportCheckpointCallback", "get_initial_epoch", "load_variables"]
 

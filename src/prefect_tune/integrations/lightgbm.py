@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.renamed import reject_renamed_functions
+from prefect_tune.core.renamed import make_module_getattr
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "lightgbm") from error
 
-__getattr__ = reject_renamed_functions(__name__, {"continuing": "remaining_rounds"})
+__getattr__ = make_module_getattr(__name__, {"continuing": "remaining_rounds"})
 
 __all__ = ["TuneReportCheckpointCallback", "load_booster", "remaining_rounds", "train"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.renamed import reject_renamed_functions
+from prefect_tune.core.renamed import make_module_getattr
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 
 from prefect_tune.integrations.torch import ResumableLoader, random_state, set_random_state
 
-__getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
+__getattr__ = make_module_getattr(__name__, {"restored_checkpoint": "get_checkpoint_path"})
 
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 

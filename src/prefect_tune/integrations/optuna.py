@@ -37,19 +37,19 @@ from optuna.trial import FrozenTrial, TrialState
 
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import BadMetric, InvalidInput
-from prefect_tune.core.metrics import convert_fields
+from prefect_tune.core.metrics import convert_scalar_fields
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import Continue, Decision, Schedule, Scheduler, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState, Space, Suggestion
-from prefect_tune.core.search.domains import Domain, as_dicts, has_grid
+from prefect_tune.core.search.domains import Domain, convert_to_dicts, has_grid
 from prefect_tune.core.search.objective import Objective
-from prefect_tune.core.search.random_search import UNLIMITED, require_num_samples
+from prefect_tune.core.search.random_search import UNLIMITED, validate_num_samples
 from prefect_tune.core.search.space import (
     are_json_equal,
-    contains_part,
-    fixed_parameters,
+    get_fixed_parameters,
+    includes_json,
     resolve_space,
-    validate_points,
+    validate_initial_points,
     validate_space,
 )
 from prefect_tune.core.values import StepReport, TrialId
@@ -196,11 +196,11 @@ class OptunaSearch(Search):
     """For TPE, GP, NSGA-II and NSGA-III. A function must be deterministic and return a constant number of values."""
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        require_num_samples(self.num_samples)
-        object.__setattr__(self, "sampler", as_dicts(self.sampler))
-        object.__setattr__(self, "constraints", as_dicts(self.constraints))
-        object.__setattr__(self, "points_to_evaluate", validate_points(self.points_to_evaluate))
+        convert_scalar_fields(self)
+        validate_num_samples(self.num_samples)
+        object.__setattr__(self, "sampler", convert_to_dicts(self.sampler))
+        object.__setattr__(self, "constraints", convert_to_dicts(self.constraints))
+        object.__setattr__(self, "points_to_evaluate", validate_initial_points(self.points_to_evaluate))
         make_sampler(self.sampler)
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
@@ -234,7 +234,7 @@ class _OptunaSearchState(SearchState):
         self._readable_space = mask_undrawable_options(space)
         self._drawn_space = drop_functions(space)
         self._domains = dict(iter_domains(self._drawn_space))
-        self._queued_points = [(point, fixed_parameters(point, space)) for point in search.points_to_evaluate]
+        self._queued_points = [(point, get_fixed_parameters(point, space)) for point in search.points_to_evaluate]
         self._objective = objective
         self._sampler = sampler
         self._has_one_metric = len(objective.metrics) == 1
@@ -330,7 +330,7 @@ class _OptunaSearchState(SearchState):
 
     def _pop_point(self, config: Mapping[str, object]) -> Mapping[str, object]:
         """Remove the queued point that `config` contains, and return the values that the point fixes."""
-        matches = (index for index, (point, _) in enumerate(self._queued_points) if contains_part(config, point))
+        matches = (index for index, (point, _) in enumerate(self._queued_points) if includes_json(config, point))
         index = next(matches, None)
         return _NO_VALUES if index is None else self._queued_points.pop(index)[1]
 

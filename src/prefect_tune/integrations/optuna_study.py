@@ -30,7 +30,7 @@ from prefect_tune.core.display_text import did_you_mean
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.search.domains import Choice, Domain, Float, Grid, Integer, Normal, SampleFrom
 from prefect_tune.core.search.objective import Mode, Objective
-from prefect_tune.core.search.space import ParameterFound, ParameterMismatch, child_path, option_path, read_config
+from prefect_tune.core.search.space import ParameterMatch, ParameterMismatch, child_path, interpret_config, option_path
 from prefect_tune.core.seeded_random import draw_integer
 from prefect_tune.core.values import Metrics
 
@@ -61,11 +61,11 @@ def extract_parameters(
     """
     drawn: dict[str, object] = {}
     is_complete = True
-    for reading in read_config(space, config):
+    for reading in interpret_config(space, config):
         match reading:
-            case ParameterFound(name, _, value) if name in domains:
+            case ParameterMatch(name, _, value) if name in domains:
                 drawn[name] = value
-            case ParameterFound():
+            case ParameterMatch():
                 pass  # a function computes the value from other parameters
             case ParameterMismatch(name) if name in domains:
                 return None
@@ -201,7 +201,7 @@ def _round_to_multiple(value: float, q: float) -> float:
 
 
 def _require_number(value: object) -> float:
-    assert isinstance(value, int | float), value  # noqa: S101 - `read_config` and Optuna's distributions ensure it
+    assert isinstance(value, int | float), value  # noqa: S101 - `interpret_config` and Optuna's distributions ensure it
     return value
 
 

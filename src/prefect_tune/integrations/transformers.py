@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.renamed import reject_renamed_functions
+from prefect_tune.core.renamed import make_module_getattr
 from prefect_tune.integrations.common import (
     MetricNames,
     get_checkpoint_directory,
@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra_error(error, "transformers") from error
 
-__getattr__ = reject_renamed_functions(__name__, {"restored_checkpoint": "get_checkpoint_path"})
+__getattr__ = make_module_getattr(__name__, {"restored_checkpoint": "get_checkpoint_path"})
 
 __all__ = ["TuneReportCheckpointCallback", "get_checkpoint_path"]
 

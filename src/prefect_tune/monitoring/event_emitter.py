@@ -44,10 +44,10 @@ from prefect_tune.core.prefect_events import (
     ExperimentStarted,
     TokenBucket,
     TrialStalled,
-    abbreviate,
-    event_labels,
-    event_name,
-    event_payload,
+    get_event_name,
+    make_event_labels,
+    make_event_payload,
+    truncate_json,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import JournalKey, TrialKey, join_uri
@@ -56,8 +56,8 @@ from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecord
 from prefect_tune.prefect_api.artifacts_and_assets import (
     PrefectEvent,
     make_asset,
-    materialization_event,
-    reference_event,
+    make_materialization_event,
+    make_reference_event,
     to_related_resource,
 )
 
@@ -152,7 +152,7 @@ class AssetEventBuilder:
         metadata = {
             "trial": event.trial,
             "attempt": after.attempt,
-            **{name: abbreviate(value) for name, value in fields.items()},
+            **{name: truncate_json(value) for name, value in fields.items()},
             "manifest": folder.checkpoint_key(checkpoint).manifest_path,
             "parent": folder.checkpoint_key(parent).name if parent else None,
             "exploited": source,
@@ -177,7 +177,7 @@ class AssetEventBuilder:
         origin = experiment.origin.experiment if experiment.origin else None
         forked = [ExperimentAddress(self._address.target_uri, origin).best_model_key] if origin else []
         upstream = [self._make_asset_key(better.trial), *forked, *(f"{uri}/best" for uri in warm_starts)]
-        metadata = {**event_payload(better), "warm_start": warm_starts, "forked_from": origin}
+        metadata = {**make_event_payload(better), "warm_start": warm_starts, "forked_from": origin}
         name = f"{self._address.experiment}: best model"
         best = make_asset(self._address.best_model_key, name, _BEST_MODEL_DESCRIPTION)
         yield from self._make_materialization_events(best, upstream, metadata)
@@ -194,8 +194,8 @@ class AssetEventBuilder:
         for source in sources:
             if source.key not in self._referenced_keys:
                 self._referenced_keys.add(source.key)
-                yield reference_event(source)
-        yield materialization_event(asset, sources, metadata)
+                yield make_reference_event(source)
+        yield make_materialization_event(asset, sources, metadata)
 
 
 class EventEmitter(SearchObserver):
@@ -290,7 +290,7 @@ class EventEmitter(SearchObserver):
         has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # its materialization is a second event
         if event.type in NOT_EMITTED:
             pass
-        elif is_limited and not self._allowance.try_take(1 + has_asset, (now - self._began).total_seconds()):
+        elif is_limited and not self._allowance.try_take_tokens(1 + has_asset, (now - self._began).total_seconds()):
             self._dropped_count += 1
         else:
             yield self._make_prefect_event(event, trial)
@@ -311,7 +311,7 @@ class EventEmitter(SearchObserver):
         """Return the Prefect event of a journal event (`trial`: the state after it) or of an experiment event."""
         address = self._address
         names = {"target": address.redacted_target_uri, "experiment": address.experiment}
-        payload = {**names, **event_payload(event, trial)}
+        payload = {**names, **make_event_payload(event, trial)}
         resource: Mapping[str, str] = address.resource
         related: list[Mapping[str, str]] = []
         if isinstance(event, ExperimentEvent):
@@ -319,13 +319,13 @@ class EventEmitter(SearchObserver):
             if trial_name := payload.get("trial"):
                 related = [{**address.make_trial_resource(str(trial_name)), "prefect.resource.role": "trial"}]
         else:
-            name = event_name(event)
+            name = get_event_name(event)
             if trial is not None:
                 related = [{**resource, "prefect.resource.role": "experiment"}]
                 resource = address.make_trial_resource(trial.id)
                 if isinstance(event, CheckpointCommitted):
                     related += self._asset_events.make_asset_resources(trial.id)
-        return PrefectEvent(name, {**resource, **event_labels(payload)}, related, payload)
+        return PrefectEvent(name, {**resource, **make_event_labels(payload)}, related, payload)
 
 
 @contextmanager

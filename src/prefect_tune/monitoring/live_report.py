@@ -32,7 +32,7 @@ from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, 
 from prefect_tune.core.journal.journal import read_entries
 from prefect_tune.core.journal_events import Entry, Event, Owner
 from prefect_tune.core.search_view import SearchSnapshot
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.monitoring.search_observer import SearchObserver, SearchRecorder
 from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import make_report_input, select_curve_trials
@@ -208,7 +208,7 @@ def _delete_artifact(client: SyncPrefectClient, artifact: UUID) -> None:
 def make_artifact_key(*names: str) -> str:
     """Return a unique artifact key. Names that `slugify` changes get a digest as a suffix."""
     name, slug = "-".join(names), slugify(*names)
-    return slug if slug == name else f"{slug}-{digest_of(name.encode())[:6]}"
+    return slug if slug == name else f"{slug}-{hash_bytes(name.encode())[:6]}"
 
 
 def slugify(*names: str) -> str:
@@ -306,7 +306,7 @@ class ReportObserver(SearchObserver):
             done = self._describe_trial_progress(trials[0], snapshot)
         else:
             done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
-        share = compute_search_completion(trials, snapshot.newest_report, self._estimate) or 0.0
+        share = compute_search_completion(trials, snapshot.get_newest_report, self._estimate) or 0.0
         key = make_artifact_key("progress", experiment.name)
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
@@ -323,13 +323,13 @@ class ReportObserver(SearchObserver):
             yield ArtifactContent(
                 _make_progress_key(experiment, name, self._target.uri),
                 "progress",
-                round(100 * compute_trial_completion(trial, snapshot.newest_report(name), self._estimate), 1),
+                round(100 * compute_trial_completion(trial, snapshot.get_newest_report(name), self._estimate), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_trial_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
     def _describe_trial_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.newest_report(trial.id), self._estimate.max_steps
+        report, steps = snapshot.get_newest_report(trial.id), self._estimate.max_steps
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
@@ -349,7 +349,7 @@ def publishing_report(observer: ReportObserver, stop: threading.Event) -> Iterat
 def _make_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return an artifact key for a trial. Experiments of the same name on other targets have other keys."""
     names = (experiment.name, trial)
-    return f"{slugify('progress', *names)}-{digest_of(json.dumps([uri, *names]).encode())[:6]}"
+    return f"{slugify('progress', *names)}-{hash_bytes(json.dumps([uri, *names]).encode())[:6]}"
 
 
 def make_run_url(owner: Owner) -> str | None:

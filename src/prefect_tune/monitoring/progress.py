@@ -39,7 +39,7 @@ from prefect_tune.core.journal_events import (
     TrialFinished,
     TrialPaused,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, strip_result
+from prefect_tune.core.reasons import AnyReason, Reason, omit_step_result
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.storage.layout import JournalKey, join_uri
 from prefect_tune.core.values import get_metric
@@ -220,7 +220,7 @@ class SearchLog(SearchObserver):
             return f"{end} before its first step: {first_line(reason)}{saved}"
         has_losses = self._compute_losses(trial.metrics) is not None
         if has_losses:
-            reason = strip_result(reason, trial.step)
+            reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
         reason_has_result = (  # such as a limit that was reached
             isinstance(reason, Reason)

@@ -19,7 +19,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.summary import LearningCurves, Losses
 from prefect_tune.core.experiment.trial_transitions import Trial
 from prefect_tune.core.journal_events import Entry, Event
-from prefect_tune.core.messages.target_messages import LiveStatus, RunningTrial, delete_live_status, write_live_status
+from prefect_tune.core.messages.target_messages import LiveStatus, RunningAttempt, delete_live_status, write_live_status
 from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchView
 
 
@@ -240,11 +240,11 @@ class LiveStatusPublisher:
             self._is_failing = False
         self._written_count += 1  # also after an error: the target may have written it
 
-    def _read_running_trials(self) -> tuple[Experiment, tuple[RunningTrial, ...]]:
+    def _read_running_trials(self) -> tuple[Experiment, tuple[RunningAttempt, ...]]:
         """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` or `host`."""
         snapshot = self._read()
         running = [
-            RunningTrial(
+            RunningAttempt(
                 trial=name,
                 attempt=attempt.attempt,
                 began_at=None if attempt.is_earlier else attempt.began_at.isoformat(timespec="milliseconds"),

@@ -26,9 +26,9 @@ from prefect_tune.core.experiment.stoppers import AnyOf, StopCriteria, Stopper, 
 from prefect_tune.core.metrics import short_repr
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import as_dicts, find_domains, to_plain_node
-from prefect_tune.core.search.space_json import find_distribution, match_option_class, option_name, space_from_json
-from prefect_tune.core.values import HasJsonForm, canonical_json, digest_of, validate_name
+from prefect_tune.core.search.domains import convert_to_dicts, find_domains, to_plain_node
+from prefect_tune.core.search.space_json import find_distribution, get_json_key, match_option_class, space_from_json
+from prefect_tune.core.values import HasJsonForm, canonical_json, hash_bytes, validate_name
 from prefect_tune.registry import BUILT_IN_MODULES
 from prefect_tune.runtime.load_named import describe_import_error, find_import_name, load_object
 from prefect_tune.runtime.trainable import require_trainable
@@ -68,7 +68,7 @@ def value_to_json(value: object, where: str) -> object:
     Raises:
         InvalidInput: the value contains a distribution, or something that JSON cannot represent.
     """
-    plain = to_plain_node(as_dicts(value), where)
+    plain = to_plain_node(convert_to_dicts(value), where)
     if node := next(find_domains(plain), None):
         raise InvalidInput(f"{where}: expected values, found {node!r}: only the space of pt.tune has distributions")
     return plain
@@ -139,7 +139,7 @@ def compute_source_digest(trainable: object) -> str:
             source = _get_source(trainable)
     except Exception:  # noqa: BLE001 - `inspect` and the parser raise many errors, see `trial_process`
         return ""
-    return digest_of(source.encode())[:16] if source else ""
+    return hash_bytes(source.encode())[:16] if source else ""
 
 
 def _get_source(trainable: Any) -> str:
@@ -264,7 +264,7 @@ def _build_from_json(value: object, where: str) -> object:
     if not isinstance(arguments, Mapping):
         raise InvalidInput(f"{where}: {name}: expected its options, as in {_make_example(name)}, found {arguments!r}")
     cls = getattr(prefect_tune, name)
-    options = {option_name(field): field for field in fields(cls)}
+    options = {get_json_key(field): field for field in fields(cls)}
     values: dict[str, Any] = {}
     for key, option_value in arguments.items():
         option = options.get(f"{key}_seconds") or options.get(key)
@@ -283,5 +283,5 @@ def _build_from_json(value: object, where: str) -> object:
 def _make_example(name: str) -> str:
     """Return example JSON of a built-in class, with an example of each option that has one."""
     options = fields(getattr(prefect_tune, name))
-    examples = {option_name(field): field.metadata["example"] for field in options if "example" in field.metadata}
+    examples = {get_json_key(field): field.metadata["example"] for field in options if "example" in field.metadata}
     return json.dumps({name: examples})

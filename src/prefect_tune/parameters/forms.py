@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from prefect_tune.blocks import StorageTarget, SyncConfig, resolve_target
-from prefect_tune.blocks.resolve_target import ABSOLUTE_PATTERN, block_slug_pattern, validate_target
+from prefect_tune.blocks.resolve_target import ABSOLUTE_PATTERN, make_block_slug_pattern, validate_target
 from prefect_tune.blocks.storage_target import ObjectTarget, StrictBlock
 from prefect_tune.blocks.targets import TARGET_TYPES
 from prefect_tune.callbacks import Callback
@@ -30,7 +30,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.stoppers import Stopper
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.core.search.domains import convert_to_dicts
 from prefect_tune.core.search.objective import Mode
 from prefect_tune.prefect_api.flow_with_server import FlowWithServer
 from prefect_tune.runtime.trainable import Trainable
@@ -136,7 +136,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 def _target_text_schema() -> _Schema:
     """Return the schema of a target as text, with which Prefect's API rejects a relative path before a run begins."""
-    return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{block_slug_pattern()}$)"}
+    return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
 def _target_schema() -> _Schema:
@@ -145,7 +145,7 @@ def _target_schema() -> _Schema:
 
 
 def _warm_start_schema() -> _Schema:
-    pattern = rf"^(?:[^/]+|{ABSOLUTE_PATTERN}.*|{block_slug_pattern()}/[^/]+)$"
+    pattern = rf"^(?:[^/]+|{ABSOLUTE_PATTERN}.*|{make_block_slug_pattern()}/[^/]+)$"
     source = {**_text_schema("Name, or target/name"), "pattern": pattern}
     return {"anyOf": [_list_schema("Experiments", source), _NULL]}
 
@@ -212,7 +212,7 @@ OptionalTargetField: TypeAlias = Annotated[
     _WithSchema(lambda: {"anyOf": [*_target_schema()["anyOf"], _NULL]}),
 ]
 WarmStartField: TypeAlias = Annotated[list[str] | None, _WithSchema(_warm_start_schema)]
-ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(as_dicts)]
+ConfigField: TypeAlias = Annotated[ConfigLike | None, _OPTIONAL_DICT, BeforeValidator(convert_to_dicts)]
 StopField: TypeAlias = Annotated[StopLike, _ANY_TYPE]
 SchedulerName: TypeAlias = Literal["FIFO", "MedianStopping"]
 """The schedulers that need no options."""

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.attempt.processes.process_output import Log, WaitLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import absolute_sys_path, serialize_for_trial
+from prefect_tune.attempt.trial_spec import get_absolute_sys_path, serialize_for_trial
 from prefect_tune.core.display_text import first_line
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
@@ -67,7 +67,7 @@ def require_importable(
             attempt=1,
             trainable=f"{require_loadable.__module__}:{require_loadable.__name__}",
             stopper=serialize_for_trial(Never()),
-            import_path=absolute_sys_path(),
+            import_path=get_absolute_sys_path(),
             config=config,
             directory=directory,
             staging=directory,

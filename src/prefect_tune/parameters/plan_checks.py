@@ -36,7 +36,7 @@ from prefect_tune.core.experiment.trial_transitions import Status, Trial
 from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.search.domains import find_domains
 from prefect_tune.core.search.objective import Objective, infer_mode
-from prefect_tune.core.search.random_search import DEFAULT_NUM_SAMPLES, UNLIMITED, RandomSearch, default_num_samples
+from prefect_tune.core.search.random_search import DEFAULT_NUM_SAMPLES, UNLIMITED, RandomSearch, get_default_num_samples
 from prefect_tune.core.search.space import validate_space
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.values import canonical_json, get_metric, iter_leaves
@@ -291,7 +291,7 @@ def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
     """
     if plan.num_samples is not None or plan.samples_per_run is not None or not _uses_default_count(plan.search):
         return plan
-    default, settings = default_num_samples(plan.space or {}), state.settings
+    default, settings = get_default_num_samples(plan.space or {}), state.settings
     if default == DEFAULT_NUM_SAMPLES:
         return plan
     before = settings.get("num_samples", DEFAULT_NUM_SAMPLES) if _uses_default_count(settings.get("search")) else None

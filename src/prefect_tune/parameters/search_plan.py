@@ -40,7 +40,7 @@ from prefect_tune.core.metrics import short_repr
 from prefect_tune.core.resources import Processes, Resources, parse_processes, parse_resources
 from prefect_tune.core.schedulers.base import Scheduler
 from prefect_tune.core.search.base import Search
-from prefect_tune.core.search.domains import SampleFrom, as_dicts, find_domains
+from prefect_tune.core.search.domains import SampleFrom, convert_to_dicts, find_domains
 from prefect_tune.core.search.objective import Mode, Objective, make_objective
 from prefect_tune.core.search.random_search import RandomSearch
 from prefect_tune.core.search.space import check_sample_functions
@@ -234,7 +234,7 @@ def parse_space(space: object) -> dict[str, object]:
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
     """
-    plain_space = cast("Mapping[str, Any]", as_dicts(space))
+    plain_space = cast("Mapping[str, Any]", convert_to_dicts(space))
     domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_object(name, "sample_from")))
     if not any(find_domains(domains)) and is_distribution(domains):
         raise InvalidInput(
@@ -300,7 +300,7 @@ class SearchOptions(ValidatedParameters):
     ] = None
     stop: Annotated[
         Any,
-        BeforeValidator(as_dicts),
+        BeforeValidator(convert_to_dicts),
         Option(_CHOICE, at_resume=True),
         Flag("step=N", "When a trial ends; or MODULE:NAME.", kind=list[str], resume_position=5),
     ] = None

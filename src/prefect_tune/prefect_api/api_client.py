@@ -91,7 +91,7 @@ def _wrong_setting_message(error: BaseException) -> str | None:
 
 
 @contextmanager
-def prefect_server(object_kind: str) -> Iterator[SyncPrefectClient]:
+def open_server_client(object_kind: str) -> Iterator[SyncPrefectClient]:
     """Yield a client of the Prefect server, to change stored objects.
 
     Args:

@@ -63,13 +63,13 @@ def make_asset(key: str, name: str = "", description: str = "") -> Asset | None:
         return None
 
 
-def materialization_event(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
+def make_materialization_event(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
     """Return the event that records new content of `asset`, made from `sources`."""
     related = [*map(to_related_resource, sources), _CREATOR]
     return PrefectEvent("prefect.asset.materialization.succeeded", _make_asset_resource(asset), related, metadata)
 
 
-def reference_event(asset: Asset) -> PrefectEvent:
+def make_reference_event(asset: Asset) -> PrefectEvent:
     """Return the event by which Prefect records an asset as a source of others."""
     return PrefectEvent("prefect.asset.referenced", _make_asset_resource(asset))
 

@@ -67,7 +67,7 @@ def sort_states(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
     return sorted(states, key=lambda state: state.timestamp)
 
 
-def was_started_by_user(states: Sequence[State[Any]]) -> bool:
+def was_restarted_by_user(states: Sequence[State[Any]]) -> bool:
     """Return whether a user resumed or retried the run at its last start.
 
     A run that has not crashed can only be restarted by a user: automations of this package restart only crashed runs.

@@ -143,7 +143,7 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 
 
 @contextmanager
-def quiet_inner_tasks() -> Iterator[None]:
+def quieting_inner_tasks() -> Iterator[None]:
     """Hide Prefect's log lines about the ends of attempts, and of successful tasks in this context.
 
     If a service of Prefect cannot send an item, such as an event while the server is down, one line without the item is

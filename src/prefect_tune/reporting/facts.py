@@ -245,7 +245,7 @@ def make_report_input(
     """Return a report's data. `snapshot` has the curves of `select_curve_trials`; `objective` replaces the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_from_settings(experiment.settings)
-    trials = [apply_report(trial, snapshot.newest_report(trial.id)) for trial in experiment.trials.values()]
+    trials = [apply_report(trial, snapshot.get_newest_report(trial.id)) for trial in experiment.trials.values()]
     configs = [flatten(trial.config) for trial in trials]
     names = list(dict.fromkeys(name for config in configs for name in config))[:_MAX_PARAMETERS]
     columns = {name: [config.get(name) for config in configs] for name in names}

@@ -40,8 +40,8 @@ from prefect_tune.core.page_elements import (
     Table,
     Text,
     Verbatim,
-    data_uri,
     escape_html,
+    make_data_uri,
     render_element,
 )
 from prefect_tune.core.reasons import format_error
@@ -394,7 +394,7 @@ def _to_markdown(element: PageElement, *, has_pictures: bool) -> Iterator[str]:
             yield f"**{text.strip()}**" if kind == "strong" else text
         case Figure(svg=svg):
             alt_text = escape_markdown(element.description)
-            yield f"![{alt_text}]({data_uri(svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
+            yield f"![{alt_text}]({make_data_uri(svg)})" if has_pictures else f"[{alt_text}: a picture, see --output]"
             if element.legend:
                 yield from ("", f"*{escape_markdown(element.legend)}*")
         case Table():

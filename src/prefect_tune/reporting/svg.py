@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 from prefect_tune.core.display_text import format_duration, make_visible_line, shorten
 from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Status
-from prefect_tune.core.search_view import AttemptPeriod, numeric_metrics
+from prefect_tune.core.search_view import AttemptPeriod, select_numeric_metrics
 from prefect_tune.reporting.facts import ReportInput, sample_trials
 from prefect_tune.terminal.formatting import format_number, format_rank_ends
 
@@ -418,7 +418,7 @@ def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
 def _make_axis(name: str, values: Mapping[str, object], area: PlotArea, *, is_log: bool | None = None) -> Axis | None:
     """Return the axis of a parameter; None if the parameter has no values or too many different texts."""
     present = [value for value in values.values() if value is not None]
-    numbers = numeric_metrics({str(index): value for index, value in enumerate(present)})
+    numbers = select_numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:
         return Axis(name, values, scale=fit_scale(list(numbers.values()), area.bottom, area.top, is_log=is_log))
     categories = sorted(set(map(_format_category, present)), key=float if len(numbers) == len(present) else None)
@@ -427,7 +427,7 @@ def _make_axis(name: str, values: Mapping[str, object], area: PlotArea, *, is_lo
 
 def _format_category(value: object) -> str:
     """Return a value as a category. Equal numbers such as 1 and 1.0 are one category."""
-    return str(next(iter(numeric_metrics({"": value}).values()), value))
+    return str(next(iter(select_numeric_metrics({"": value}).values()), value))
 
 
 # The timeline: the owners of the experiment, and all attempts below them.

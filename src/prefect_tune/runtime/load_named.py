@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.experiment.retention import Cadence
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.runtime.ranks import INITIAL_MAIN_MODULE, is_trial_program
 from prefect_tune.runtime.trainable import require_save_checkpoint, require_trainable
 
@@ -422,7 +422,7 @@ def _find_used_names(code: CodeType) -> set[str]:
 
 def compute_stable_digest(value: object) -> str:
     """Return a digest that is equal for equal values in all processes; different values may have the same digest."""
-    return digest_of(_format_canonical(value, ()).encode())[:16]
+    return hash_bytes(_format_canonical(value, ()).encode())[:16]
 
 
 def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import WeakSet
 
-from prefect_tune.core.display_text import signature_if_mismatched
+from prefect_tune.core.display_text import describe_signature_mismatch
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.ranks import find_ancestor_trial
 
@@ -122,7 +122,7 @@ def require_trainable(trainable: object, original: object) -> object:
         call = inspect.getattr_static(type(called), "__call__", None)
         if kind := _describe_async_or_generator(called) or _describe_async_or_generator(call):
             raise InvalidInput(f"trainable: expected a function that trains when called, found {kind}. {_DEF_ADVICE}")
-        if parameters := signature_if_mismatched(trainable, 1):
+        if parameters := describe_signature_mismatch(trainable, 1):
             raise InvalidInput(f"trainable: expected a function of one argument, the configuration, found {parameters}")
         return trainable
     raise InvalidInput(
@@ -152,7 +152,7 @@ def require_trainable_class(kind: type) -> type[Trainable]:
                 f"trainable {kind.__name__}: expected a method {name} that returns when it is done, "
                 f"found {kind_of_method}. {_DEF_ADVICE}"
             )
-        if inspect.isfunction(method) and (signature := signature_if_mismatched(method, count)):
+        if inspect.isfunction(method) and (signature := describe_signature_mismatch(method, count)):
             expected = ", ".join(("self", "config" if name in ("setup", "reset_config") else "checkpoint_dir")[:count])
             raise InvalidInput(f"trainable {kind.__name__}: expected {name}({expected}), found {signature}")
     return kind

@@ -128,7 +128,7 @@ class ProgressReader:
         trials = list(experiment.trials.values())
         objective, elapsed = self._estimate.objective, timedelta(seconds=now - self._began)
         newest = [
-            apply_report(trial, snapshot.newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
+            apply_report(trial, snapshot.get_newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
         if objective is None:  # the trials that were proposed last

@@ -11,7 +11,7 @@ from datetime import timedelta
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
+from prefect_tune.attempt.attempt import ReportReader, stays_finished
 from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.processes.process_output import Log
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
@@ -28,7 +28,7 @@ from prefect_tune.core.experiment.summary import count_by_status, find_best_tria
 from prefect_tune.core.experiment.trial_transitions import Phase, Status
 from prefect_tune.core.journal.journal import read_entry_if_exists
 from prefect_tune.core.journal_events import Event, ExperimentConfigured, PriorTrial, WarmStart
-from prefect_tune.core.reasons import Reason, root_error
+from prefect_tune.core.reasons import Reason, find_root_error
 from prefect_tune.core.schedulers.base import FIFO, Schedule, Scheduler
 from prefect_tune.core.search.objective import PLACEHOLDER_OBJECTIVE, Objective
 from prefect_tune.core.storage.object_store import ObjectStore
@@ -80,17 +80,17 @@ from prefect_tune.parameters.plan_checks import (
 from prefect_tune.parameters.search_plan import SearchPlan
 from prefect_tune.prefect_api.call_paths import current_call_path
 from prefect_tune.prefect_api.flow_runs import make_failed_result
-from prefect_tune.prefect_api.task_runs import current_max_workers, quiet_inner_tasks, skip_prefect_introspection
+from prefect_tune.prefect_api.task_runs import current_max_workers, quieting_inner_tasks, skip_prefect_introspection
 from prefect_tune.results import Results
 from prefect_tune.storage_retries import retrying_refusals, with_store
 from prefect_tune.suspension import (
     SEARCH_QUESTION,
     STOPPED_ON_RESUME,
-    RunIteration,
+    RunSegment,
     acquire_run_ownership,
-    guarding_ownership,
+    handling_takeover_and_interrupt,
     is_form_answered,
-    prepare_search_iteration,
+    prepare_search_segment,
     raise_pause_if_suspended,
 )
 from prefect_tune.tasks.experiments import check_target, publish_results
@@ -199,15 +199,15 @@ def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Result
     if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has already warned
         warn_of_unusual_mode(plan, get_run_logger())
         warn_of_no_metric(plan, get_run_logger())
-    with quiet_inner_tasks():
-        segment = prepare_search_iteration(plan, experiment)
+    with quieting_inner_tasks():
+        segment = prepare_search_segment(plan, experiment)
         results = _run_search_segment(segment)
         raise_pause_if_suspended(segment.plan, SEARCH_QUESTION, results.experiment)
     error = search_failed_error(results, segment.initial_experiment)
     return results if error is None else make_failed_result(error, Results)
 
 
-def _run_search_segment(segment: RunIteration) -> Results:
+def _run_search_segment(segment: RunSegment) -> Results:
     plan, objective, log = segment.plan, segment.plan.objective, get_run_logger()
     stopper = extract_trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
@@ -245,7 +245,7 @@ def _run_search_segment(segment: RunIteration) -> Results:
                 plan=plan,
                 max_concurrent_trials=slots.count,
                 end_reason=STOPPED_ON_RESUME if segment.is_stopping else None,
-                meets_stop_criterion=lambda trial: meets_stop_criterion(trial, stopper, curves),
+                meets_stop_criterion=lambda trial: stays_finished(trial, stopper, curves),
             )
             period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (
@@ -268,13 +268,13 @@ def _run_search_segment(segment: RunIteration) -> Results:
                 log_if_already_finished(now, state, final_state, log)
             return final_state
 
-    with guarding_ownership(segment):
+    with handling_takeover_and_interrupt(segment):
         final_state = run_interruptible(search, grace=spec.grace_period, poll_interval=spec.sync.request_period)
         return Results(final_state, plan.target, objective)
 
 
 def _take_over_search(
-    segment: RunIteration, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
+    segment: RunSegment, state_before: Experiment, warm_starts: Sequence[WarmStart], slots: Slots
 ) -> tuple[Experiment, SearchPlan, Sequence[Event]]:
     """Take ownership of the experiment, and log what has changed since its last run.
 
@@ -551,7 +551,7 @@ def _all_errored_message(results: Results, skipped: int) -> str:
         note = f"{not_retried}: to retry with the code as it is now, {rerun}"
         message = f"{note}. In the earlier run {summary}" if skipped == count else f"{summary}. {note}"
     message = f"experiment {name!r}: {message}"
-    error = root_error(first.end_reason)
+    error = find_root_error(first.end_reason)
     if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process crashed
         return message
     return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.id}"

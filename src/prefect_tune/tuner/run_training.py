@@ -10,7 +10,7 @@ from dataclasses import replace
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from prefect_tune.attempt.attempt import ReportReader, meets_stop_criterion
+from prefect_tune.attempt.attempt import ReportReader, stays_finished
 from prefect_tune.attempt.graceful_stop import run_interruptible
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
@@ -32,16 +32,16 @@ from prefect_tune.parameters.argument_checks import config_to_json
 from prefect_tune.parameters.import_check import require_importable
 from prefect_tune.parameters.plan_checks import SearchLimits, make_single_trial_spec, require_same_training
 from prefect_tune.parameters.search_plan import SearchPlan
-from prefect_tune.prefect_api.task_runs import quiet_inner_tasks
+from prefect_tune.prefect_api.task_runs import quieting_inner_tasks
 from prefect_tune.storage_retries import retrying_refusals
 from prefect_tune.suspension import (
     TRAINING_QUESTION,
-    RunIteration,
+    RunSegment,
     acquire_run_ownership,
-    answer_events,
     apply_answers,
     code_change_warning,
-    guarding_ownership,
+    handling_takeover_and_interrupt,
+    make_answer_events,
     raise_pause_if_suspended,
     read_last_form,
 )
@@ -60,8 +60,8 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
         The trial's specification and state; or an error, if a retry budget is spent. Raises the other errors of
         `durable_trainable`.
     """
-    with quiet_inner_tasks():
-        segment = apply_answers(RunIteration(plan), TRAINING_QUESTION, read_last_form())
+    with quieting_inner_tasks():
+        segment = apply_answers(RunSegment(plan), TRAINING_QUESTION, read_last_form())
         spec, stopper = make_single_trial_spec(segment.plan, ONLY_TRIAL)
         require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
         state = _run_training_segment(spec, config_to_json(config), stopper, segment)
@@ -78,7 +78,7 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
 
 
 def _run_training_segment(
-    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, segment: RunIteration
+    spec: TrialSpec, config: Mapping[str, object], stopper: Stopper, segment: RunSegment
 ) -> Experiment:
     target, plan = spec.target, segment.plan
 
@@ -94,7 +94,7 @@ def _run_training_segment(
         require_same_training(state, trial_spec, config)  # another run may have started in the meantime
         journal_writer = segment.set_journal_writer(JournalWriter(target, state, write_entry))
         with retrying_refusals():
-            if follow_up_events := answer_events(trial_spec, state, segment):
+            if follow_up_events := make_answer_events(trial_spec, state, segment):
                 journal_writer.write(follow_up_events)
             return drive(trial_spec, journal_writer, state_before, stop)
 
@@ -103,7 +103,7 @@ def _run_training_segment(
         is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
-            and meets_stop_criterion(trial, stopper, ReportReader(target, state.key))  # the criterion may have changed
+            and stays_finished(trial, stopper, ReportReader(target, state.key))  # the criterion may have changed
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
         options = plan.with_changes(rerun_errored=True)
@@ -119,7 +119,7 @@ def _run_training_segment(
             reporter.begin_final_report()  # draws the last page while the event emitter ends
         return state
 
-    with TrialProcessPool(slots=0) as pool, guarding_ownership(segment):
+    with TrialProcessPool(slots=0) as pool, handling_takeover_and_interrupt(segment):
         return run_interruptible(train, grace=spec.grace_period, poll_interval=spec.sync.request_period)
 
 

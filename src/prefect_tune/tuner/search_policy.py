@@ -14,7 +14,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.experiment.stoppers import CompositeState, StopExperiment, StopperState, StopProposing
 from prefect_tune.core.experiment.trial_transitions import Phase, ReplayEvent, Trial
 from prefect_tune.core.journal_events import FinishKind, PriorTrial, TrialFinished, TrialRequeued
-from prefect_tune.core.reasons import AnyReason, make_reason, root_error
+from prefect_tune.core.reasons import AnyReason, find_root_error, make_reason
 from prefect_tune.core.schedulers.base import Decision, Exploit, Pause, Schedule, Stop, TrialReport
 from prefect_tune.core.search.base import Exhausted, Proposed, SearchState, Suggestion
 from prefect_tune.core.values import StepReport
@@ -45,7 +45,7 @@ def pending_decision(trial: Trial) -> ReplayEvent | None:
 
 def make_retry_event(trial: Trial) -> TrialRequeued:
     """Return the event that requeues a failed trial with fresh retry budgets."""
-    return TrialRequeued(trial=trial.id, reason=make_reason("retried", error=root_error(trial.end_reason)))
+    return TrialRequeued(trial=trial.id, reason=make_reason("retried", error=find_root_error(trial.end_reason)))
 
 
 def make_finish_event(trial_id: str, stop: Stop) -> TrialFinished:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
-from prefect_tune.attempt.trial_spec import absolute_sys_path
+from prefect_tune.attempt.trial_spec import get_absolute_sys_path
 from prefect_tune.core.messages.process_messages import Start
 from prefect_tune.runtime.trainable import Reuse
 from tests.fakes.trial_processes import Family, LogRecorder, family, make_log, make_start, receive_metrics, wait_until
@@ -47,7 +47,7 @@ class Module:
     def start(self, x: int = 0) -> Start:
         """Return the start message of a trial of one step."""
         start = make_start(os.getcwd, self._folder, {"x": x}, steps=1)  # the next line replaces the trainable
-        return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": absolute_sys_path()})
+        return start.model_copy(update={"trainable": f"{self.name}:train", "import_path": get_absolute_sys_path()})
 
     @property
     def imports(self) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import READ_ONCE_VARIABLES, TrialChannel, trial_in_thread
+from prefect_tune.attempt.processes.process_channel import READ_ONCE_VARIABLES, TrialChannel, open_trial_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.core.experiment.retention import Cadence
 from prefect_tune.core.journal_events import TrialPaused
@@ -219,7 +219,9 @@ def test_a_started_process_is_kept_as_a_forked_one_is(
 
 
 def test_in_a_thread_of_the_flow_none_is_kept(tmp_path: Path, witness: Path) -> None:
-    with trial_in_thread(make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG) as channel:
+    with open_trial_thread(
+        make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, steps=1), LOG
+    ) as channel:
         last = receive_messages(channel)[-1]
         channel.end()
     assert not last.awaits_reuse

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from prefect_tune.attempt.processes.process_channel import RankGroup, TrialChannel, trial_in_thread
+from prefect_tune.attempt.processes.process_channel import RankGroup, TrialChannel, open_trial_thread
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import LocalTarget
@@ -101,7 +101,7 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     channel.send(ContinueTraining(decision_step=None))
 
 
-@pytest.mark.parametrize("open_process", [started_process, trial_in_thread])
+@pytest.mark.parametrize("open_process", [started_process, open_trial_thread])
 @pytest.mark.timeout(60)
 def test_a_trainable_that_refers_to_much_data_is_sent_to_its_trial(
     open_process: Callable[..., Any], tmp_path: Path

@@ -216,8 +216,8 @@ def test_the_arguments_of_a_program_that_is_not_the_users_are_not_for_its_trials
 ) -> None:
     from types import SimpleNamespace
 
-    from prefect_tune.attempt.processes.process_channel import trial_program_command
+    from prefect_tune.attempt.processes.process_channel import make_program_command
 
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=program))
     monkeypatch.setattr(sys, "argv", ["/site/program.py", "not", "for trials"])
-    assert trial_program_command("a.module", 5)[-5:] == ["-m", "a.module", "5", str(os.getpid()), "/site/program.py"]
+    assert make_program_command("a.module", 5)[-5:] == ["-m", "a.module", "5", str(os.getpid()), "/site/program.py"]

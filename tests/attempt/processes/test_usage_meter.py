@@ -20,13 +20,13 @@ import pytest
 
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.trial_spec import TrialSpec
-from prefect_tune.attempt.usage_meter import UsageMeter, count_processes, list_gpus
+from prefect_tune.attempt.usage_meter import UsageMeter, choose_process_count, list_gpus
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.journal_events import AttemptEnded, Cause, Outcome
 from prefect_tune.core.storage.layout import TrialKey
 from prefect_tune.core.usage_records import PhaseSeconds
 from prefect_tune.executors.trial_executor import get_local_machine
-from prefect_tune.linux import MemoryLimit, available_cpu_count
+from prefect_tune.linux import MemoryLimit, count_available_cpus
 from tests.attempt.test_supervisor import supervise
 from tests.fakes.trial_processes import make_start, supervised_process
 from tests.flows.forked_programs import get_preloaded_context
@@ -147,8 +147,8 @@ def test_the_limit_is_the_lowest_of_the_control_groups(tmp_path: Path, names: st
     (folder / count).write_text("oom_kill_disable 0\noom_kill 3\n")
 
     limits = MemoryLimit(tmp_path, membership)
-    assert (limits.limit_bytes(), limits.oom_kill_count()) == (4096, 3)
-    assert MemoryLimit(tmp_path, tmp_path / "none").limit_bytes() > 4096
+    assert (limits.read_limit(), limits.count_oom_kills()) == (4096, 3)
+    assert MemoryLimit(tmp_path, tmp_path / "none").read_limit() > 4096
 
 
 def fill_memory(_config: Mapping[str, object]) -> None:
@@ -294,7 +294,7 @@ def test_a_container_has_the_processors_of_its_quota(
     for name, text in quotas.items():
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(f"{text}\n")
-    assert available_cpu_count(groups, membership) == expected
+    assert count_available_cpus(groups, membership) == expected
 
 
 @pytest.mark.parametrize(
@@ -311,5 +311,5 @@ def test_a_container_has_the_processors_of_its_quota(
 def test_of_a_range_an_attempt_takes_as_many_processes_as_there_are_devices(
     wanted: Any, environment: Mapping[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: 5)
-    assert count_processes(wanted, environment) == expected
+    monkeypatch.setattr(usage_meter, "count_available_cpus", lambda: 5)
+    assert choose_process_count(wanted, environment) == expected

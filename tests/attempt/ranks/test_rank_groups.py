@@ -17,7 +17,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune.attempt import usage_meter
 from prefect_tune.attempt.supervisor import PartCollector
-from prefect_tune.linux import children_of
+from prefect_tune.linux import find_children
 from tests.attempt.nodes.cluster import STEPS, final_states, read_rank_states
 from tests.fakes.trial_processes import read_proc, wait_until
 from tests.long_cases import long_after
@@ -89,7 +89,7 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
     before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = iter([before, after])
-    monkeypatch.setattr(usage_meter, "available_cpu_count", lambda: next(devices))
+    monkeypatch.setattr(usage_meter, "count_available_cpus", lambda: next(devices))
     monkeypatch.setattr(usage_meter, "list_gpus", lambda _: ())
     with caplog.at_level(logging.INFO):
         result = train(tmp_path, train_elastic, {"dies_at": 5}, processes_per_trial=(1, 3))
@@ -103,7 +103,7 @@ def test_each_attempt_has_as_many_ranks_as_there_are_devices(
 def test_the_error_of_a_rank_ends_the_trial_for_all_within_seconds(tmp_path: Path) -> None:
     with pytest.raises(pt.TrialFailed, match="rank 1: ValueError: this rank raises"):
         train(tmp_path, Sharded, {"rank": 1, "at": 3, "does": "raise", "others": "hang"})
-    wait_until(lambda: not any(b"trial" in read_proc(pid, "comm") for pid in children_of(os.getpid())))
+    wait_until(lambda: not any(b"trial" in read_proc(pid, "comm") for pid in find_children(os.getpid())))
 
 
 def test_the_error_of_a_rank_counts_where_rank_0_has_trained_its_last_step_before(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prefect_tune.blocks import AzureTarget, resolve_target
-from prefect_tune.blocks.credentials import connection_options
+from prefect_tune.blocks.credentials import parse_connection_string
 from tests.blocks.conftest import SHORT
 from tests.fakes.servers.azurite import ACCOUNT, KEY, azurite, find_azurite
 from tests.fakes.servers.canned_http import canned_server, s3_error
@@ -21,7 +21,7 @@ def make_target(endpoint: str, **changes: Any) -> AzureTarget:
 
 def test_a_connection_string_says_everything() -> None:
     text = "DefaultEndpointsProtocol=https;AccountName=acc;AccountKey=a2V5==;EndpointSuffix=core.windows.net"
-    assert connection_options(text) == {
+    assert parse_connection_string(text) == {
         "account_name": "acc",
         "account_key": "a2V5==",
         "endpoint": "https://acc.blob.core.windows.net",
@@ -31,7 +31,7 @@ def test_a_connection_string_says_everything() -> None:
 def test_a_connection_string_with_a_signature_names_its_account_by_the_endpoint() -> None:
     text = f"BlobEndpoint=https://acc.blob.core.windows.net/;SharedAccessSignature={SAS}"
     options = {"account_name": "acc", "sas_key": SAS, "endpoint": "https://acc.blob.core.windows.net"}
-    assert connection_options(text) == options
+    assert parse_connection_string(text) == options
 
 
 def test_the_uri_names_the_account_and_no_secret() -> None:

@@ -30,7 +30,7 @@ from prefect_tune.core.errors import (
 )
 from prefect_tune.core.restore import read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, TrialKey
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from tests.core.driver import KEY
 from tests.core.histories import small_blobs
 from tests.fakes.stores.memory_files import MemoryFiles, load_files
@@ -91,7 +91,7 @@ def test_two_thousand_small_files_are_sixteen_blobs() -> None:
 
 
 def test_a_blob_is_named_by_its_chunks_and_where_they_end() -> None:
-    digest = digest_of(b"x")
+    digest = hash_bytes(b"x")
     names = {
         manifest.compute_blob_digest([]),
         manifest.compute_blob_digest([(digest, 1)]),

@@ -16,7 +16,7 @@ from prefect_tune.core.experiment.experiment import Experiment
 from prefect_tune.core.journal import journal
 from prefect_tune.core.restore import read_manifest, restore_files
 from prefect_tune.core.storage.documents import seal, unseal
-from prefect_tune.core.values import canonical_json, digest_of
+from prefect_tune.core.values import canonical_json, hash_bytes
 from prefect_tune.stores.local.staging import restoring_directory
 from tests.core.checkpoints.test_save_and_restore import save
 from tests.core.driver import JOURNAL, KEY, Session, Witness
@@ -151,7 +151,7 @@ def reseal(manifest: bytes, change: Callable[[Json], object]) -> bytes:
     body = json.loads(manifest)
     change(body)
     del body["digest_of_document"]
-    return canonical_json({**body, "digest_of_document": digest_of(canonical_json(body))})
+    return canonical_json({**body, "digest_of_document": hash_bytes(canonical_json(body))})
 
 
 ESCAPES = [

@@ -55,7 +55,7 @@ from prefect_tune.core.journal_events import (
     CheckpointRef,
     QuarantinedCheckpoint,
 )
-from prefect_tune.core.reasons import AnyReason, Reason, get_reason_code, make_reason, root_error
+from prefect_tune.core.reasons import AnyReason, Reason, find_root_error, get_reason_code, make_reason
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.usage_records import AttemptRecord, PhaseSeconds
 from prefect_tune.core.values import StepReport
@@ -180,7 +180,7 @@ def test_a_failure_is_tried_again_while_its_budget_lasts(
 ) -> None:
     decision = decide_after_failure(Trial(id="t", config={}, end_reason=BOOM).model_copy(update=counts), cause, policy)
     assert decision == expected
-    assert not isinstance(decision, FailTrial) or root_error(decision.reason) == BOOM
+    assert not isinstance(decision, FailTrial) or find_root_error(decision.reason) == BOOM
 
 
 def make_trial(trial: str, error: AnyReason, step: int = 0, **fields: object) -> Trial:

@@ -31,7 +31,7 @@ from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.generations import end_generation
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import Buffer, ListedObject
-from prefect_tune.core.values import StepReport, digest_of
+from prefect_tune.core.values import StepReport, hash_bytes
 from tests.core.driver import JOURNAL
 from tests.core.histories import ME, append_next_entry, open_experiment, stamp
 from tests.fakes.stores.memory_store import MemoryStore
@@ -398,7 +398,7 @@ def test_a_file_named_like_the_last_possible_entry_is_not_believed() -> None:
     "changes",
     [
         pytest.param({"number": 4}, id="another number"),
-        pytest.param({"previous": digest_of(b"another entry")}, id="another predecessor"),
+        pytest.param({"previous": hash_bytes(b"another entry")}, id="another predecessor"),
         pytest.param({"term": 2}, id="a term that no owner opened"),
         pytest.param({"term": 0}, id="a term that has ended"),
         pytest.param({"events": ()}, id="other events, so that the next does not follow"),

@@ -26,7 +26,7 @@ from prefect_tune.core.journal.journal import (
 from prefect_tune.core.journal_events import ExperimentConfigured, TrialAdded
 from prefect_tune.core.storage.documents import seal
 from prefect_tune.core.storage.layout import JournalKey
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from tests.core.driver import JOURNAL
 from tests.core.histories import append_next_entry, fold_entries, open_experiment, snapshots_every, stamp
 from tests.fakes.stores.memory_store import MemoryStore
@@ -179,7 +179,7 @@ def test_a_snapshot_whose_trials_are_none_is_noticed(written: bytes, altered: by
     head = journal._SnapshotHeader.model_validate_json(json.dumps(document))
     assert written in lines
     altered_lines = lines.replace(written, altered)
-    forged = seal(head.model_copy(update={"digest_of_trials": digest_of(altered_lines)}))
+    forged = seal(head.model_copy(update={"digest_of_trials": hash_bytes(altered_lines)}))
     with pytest.raises(JournalCorrupt, match="its trials cannot be read"):
         decode_snapshot(forged + b"\n" + altered_lines, JOURNAL, 20)
 

@@ -41,13 +41,13 @@ from prefect_tune.core.messages.target_messages import (
     LastKnownReports,
     LiveStatus,
     NodeAddress,
-    RunningTrial,
+    RunningAttempt,
     StopRequest,
     delete_live_status,
     find_newest_address,
     is_request_journaled,
     is_request_lost,
-    list_node_objects_up_to,
+    list_node_objects,
     make_stop_event,
     read_last_reports,
     read_newest_live_status,
@@ -188,7 +188,7 @@ def test_the_newest_attempt_is_the_one_that_is_joined_and_older_addresses_are_fo
         store.create(key.address_path, seal(address))
     assert find_newest_address(store, KEY, 3) == (keys[1], address)
     assert find_newest_address(store, KEY, 12) is None
-    assert [listed.path for listed in list_node_objects_up_to(store, KEY, 10)] == [keys[0].address_path]
+    assert [listed.path for listed in list_node_objects(store, KEY, 10)] == [keys[0].address_path]
     store.objects[keys[1].address_path] = b"damaged"
     assert find_newest_address(store, KEY, 3) is None
 
@@ -208,7 +208,7 @@ def make_training(*events: Event, term: int = 1) -> Experiment:
 def make_status(number: int, *, term: int = 1, attempt: int = 1, step: int = 59, owner: Owner = OWNER) -> LiveStatus:
     report = StepReport(step=step, metrics={"loss": 0.5})
     times = {"began_at": BEGAN_AT, "reported_at": REPORTED_AT}
-    trial = RunningTrial(trial="a", attempt=attempt, host="h", report=report, **times)
+    trial = RunningAttempt(trial="a", attempt=attempt, host="h", report=report, **times)
     return LiveStatus(term=term, owner=owner, number=number, at=REPORTED_AT, period_seconds=5, trials=(trial,))
 
 
@@ -255,7 +255,7 @@ def test_a_view_has_the_newest_step_its_host_and_its_time() -> None:
     write_live_status(store, JOURNAL, make_status(1))
     view = read_view(store, make_training(), BEGAN_AT)
     assert (view.experiment.trial("a").step, view.experiment.trial("a").metrics) == (59, {"loss": 0.5})
-    assert (view.as_of, view.running_attempt("a")) == (REPORTED_AT, make_status(1).trials[0])
+    assert (view.as_of, view.get_running_attempt("a")) == (REPORTED_AT, make_status(1).trials[0])
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_the_journal_decides_which_attempts_run(state: Experiment, written: Live
     store = MemoryStore()
     write_live_status(store, JOURNAL, written)
     view = read_view(store, state, BEGAN_AT)
-    assert view.running_attempt("a") is None
+    assert view.get_running_attempt("a") is None
     assert view.experiment == state
 
 
@@ -282,7 +282,7 @@ def test_an_attempt_that_has_ended_is_not_running_while_another_trial_is() -> No
     state = make_training(AttemptEnded(trial="a", cause=Cause.MACHINE, reason="lost"), *another)
     view = read_view(store, state, BEGAN_AT)
     assert view.live is not None
-    assert (view.running_attempt("a"), view.experiment.trial("a").step) == (None, 0)
+    assert (view.get_running_attempt("a"), view.experiment.trial("a").step) == (None, 0)
 
 
 def test_a_step_that_the_journal_knows_is_not_replaced_by_an_older_one() -> None:

@@ -17,7 +17,7 @@ from prefect_tune.core.checkpoints.commit import (
 )
 from prefect_tune.core.checkpoints.manifest import CheckpointMetadata, Manifest
 from prefect_tune.core.errors import CheckpointCorrupt, InvalidInput, PartMissing, StoreUnavailable
-from prefect_tune.core.messages.target_messages import list_node_objects_up_to
+from prefect_tune.core.messages.target_messages import list_node_objects
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey
 from prefect_tune.core.storage.object_store import Buffer
 from tests.core.driver import KEY, Files, Witness, check_recovery
@@ -74,10 +74,10 @@ def test_in_random_orders_of_everything_that_four_nodes_and_new_owners_do_they_b
 def test_a_part_without_a_manifest_is_found_when_its_attempt_is_over() -> None:
     group = make_group(2)
     send_part_of(1)(group)
-    paths = {node_object.path for node_object in list_node_objects_up_to(group.store, KEY, group.trial.attempt)}
+    paths = {node_object.path for node_object in list_node_objects(group.store, KEY, group.trial.attempt)}
     save = SAVE.model_copy(update={"step": group.pending[-1].step, "sequence": group.experiment.entry_count})
     assert paths == {group.nodes.part_path(save, 1)}
-    assert not list_node_objects_up_to(group.store, KEY, group.trial.attempt - 1)
+    assert not list_node_objects(group.store, KEY, group.trial.attempt - 1)
 
 
 # ------------------------------------------------------------------------------------------------------- one save

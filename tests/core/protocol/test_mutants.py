@@ -262,7 +262,7 @@ MUTANTS = {
     ),
     "believe a snapshot that is torn": Mutant(
         compare_torn_snapshot,
-        {journal.decode_snapshot: {'if digest_of(lines) != body.get("digest_of_trials"):': "if False:"}},
+        {journal.decode_snapshot: {'if hash_bytes(lines) != body.get("digest_of_trials"):': "if False:"}},
     ),
     "delete the first post": Mutant(
         partial(

@@ -227,7 +227,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     ids=repr,
 )
 def test_a_domain_shows_the_call_that_makes_it(domain: Range) -> None:
-    name, arguments = domains.constructor_call(domain)
+    name, arguments = domains.get_constructor_call(domain)
     assert repr(domain) == f"{name}({', '.join(map(repr, arguments))})"
     assert eval(repr(domain)) == domain
 

@@ -18,9 +18,9 @@ from prefect_tune.core.search.random_search import (
     UNLIMITED,
     RandomSearch,
     count_grid_points,
-    default_num_samples,
     extract_grids,
     find_grid_points,
+    get_default_num_samples,
     iter_grid_choices,
 )
 from prefect_tune.core.search.space import are_json_equal, resolve_space, validate_space
@@ -122,7 +122,7 @@ def test_a_grid_of_spaces_has_the_points_of_each() -> None:
     ],
 )
 def test_without_a_number_a_grid_alone_is_tried_once_and_all_else_ten_times(space: Config, samples: int) -> None:
-    assert default_num_samples(space) == samples
+    assert get_default_num_samples(space) == samples
     tried = propose_all(RandomSearch(), space, count=1000)
     assert tried == propose_all(RandomSearch(samples), space, count=1000)
     assert len(tried) == RandomSearch().trial_count(space) == samples * count_grid_points(extract_grids(space))

@@ -28,15 +28,15 @@ from prefect_tune.core.search.domains import (
 )
 from prefect_tune.core.search.space import (
     Draw,
-    ParameterFound,
+    ParameterMatch,
     ParameterMismatch,
-    ParameterMissing,
+    ParameterOmission,
     ParameterReading,
     accepts_value,
     are_json_equal,
     check_sample_functions,
-    contains_part,
-    read_config,
+    includes_json,
+    interpret_config,
     resolve_space,
     validate_space,
 )
@@ -333,8 +333,8 @@ def test_a_function_that_failed_can_be_asked_again() -> None:
 def test_what_was_drawn_is_read_back_from_the_configuration(space: dict[str, object], seed: int) -> None:
     whole = validate_space(space)
     config = resolve_space(whole, draw_by_seed(seed))
-    readings = list(read_config(whole, config))
-    assert all(isinstance(reading, ParameterFound) for reading in readings)
+    readings = list(interpret_config(whole, config))
+    assert all(isinstance(reading, ParameterMatch) for reading in readings)
     values = {reading.name: reading.value for reading in readings}
     assert are_json_equal(resolve_space(whole, lambda *drawn: pytest.fail(f"drawn: {drawn}"), values), config)
 
@@ -345,9 +345,9 @@ MODELS = choice([{"kind": "mlp", "depth": randint(1, 5)}, {"kind": "cnn"}, {"kin
 @pytest.mark.parametrize(
     ("node", "value", "readings"),
     [
-        (uniform(0, 1), 1, [ParameterFound("p", uniform(0, 1), 1.0)]),
+        (uniform(0, 1), 1, [ParameterMatch("p", uniform(0, 1), 1.0)]),
         (uniform(0, 1), 2, [ParameterMismatch("p", "uniform(0.0, 1.0)", 2)]),
-        (randint(0, 5), 3.0, [ParameterFound("p", randint(0, 5), 3)]),
+        (randint(0, 5), 3.0, [ParameterMatch("p", randint(0, 5), 3)]),
         (randint(0, 5), "3", [ParameterMismatch("p", "randint(0, 5)", "3")]),
         ("a", "a", []),
         ("a", "b", [ParameterMismatch("p", "'a'", "b")]),
@@ -355,21 +355,21 @@ MODELS = choice([{"kind": "mlp", "depth": randint(1, 5)}, {"kind": "cnn"}, {"kin
         (
             {"a": 1, "b": 2},
             {"a": 1, "c": 3},
-            [ParameterMissing("p.b"), ParameterMismatch("p.c", "one of ['a', 'b']", 3)],
+            [ParameterOmission("p.b"), ParameterMismatch("p.c", "one of ['a', 'b']", 3)],
         ),
         ({"a": 1}, [1], [ParameterMismatch("p", "{'a': 1}", [1])]),
-        ([1, uniform(0, 1)], [1, 0.5], [ParameterFound("p[1]", uniform(0, 1), 0.5)]),
+        ([1, uniform(0, 1)], [1, 0.5], [ParameterMatch("p[1]", uniform(0, 1), 0.5)]),
         ([1, uniform(0, 1)], [1], [ParameterMismatch("p", "[1, uniform(0.0, 1.0)]", [1])]),
-        (choice([1, 2]), 2, [ParameterFound("p", choice([1, 2]), 1)]),
+        (choice([1, 2]), 2, [ParameterMatch("p", choice([1, 2]), 1)]),
         (choice([1, 2]), 3, [ParameterMismatch("p", "choice([1, 2])", 3)]),
-        (grid_search([1, 2]), 2, [ParameterFound("p", grid_search([1, 2]), 1)]),
+        (grid_search([1, 2]), 2, [ParameterMatch("p", grid_search([1, 2]), 1)]),
     ],
     ids=repr,
 )
 def test_what_does_not_fit_or_is_left_out_is_told_by_name(
     node: object, value: object, readings: list[ParameterReading]
 ) -> None:
-    assert list(read_config({"p": node}, {"p": value})) == readings
+    assert list(interpret_config({"p": node}, {"p": value})) == readings
     assert accepts_value(node, value) is not any(isinstance(reading, ParameterMismatch) for reading in readings)
 
 
@@ -378,18 +378,18 @@ def test_what_does_not_fit_or_is_left_out_is_told_by_name(
     [({"kind": "cnn"}, 1), ({"kind": "cnn", "width": 3}, 2), ({"depth": 2}, 0), ({"width": 3}, 2), ({}, 0)],
 )
 def test_the_option_is_taken_that_gives_exactly_this_or_else_the_first_that_can(value: object, index: int) -> None:
-    first = next(read_config({"model": MODELS}, {"model": value}))
-    assert first == ParameterFound("model", MODELS, index)
+    first = next(interpret_config({"model": MODELS}, {"model": value}))
+    assert first == ParameterMatch("model", MODELS, index)
 
 
 def test_an_option_without_anything_to_draw_can_give_exactly_this() -> None:
     domain = choice([{"a": uniform(0, 1)}, {}])
-    assert list(read_config({"p": domain}, {"p": {}})) == [ParameterFound("p", domain, 1)]
+    assert list(interpret_config({"p": domain}, {"p": {}})) == [ParameterMatch("p", domain, 1)]
 
 
 def test_an_option_does_not_fit_if_only_part_of_it_does() -> None:
     domain = choice([{"a": uniform(0, 1), "b": 1}, {"a": uniform(0, 9), "c": 1}])
-    readings = list(read_config({"p": domain}, {"p": {"a": 0.5, "b": 2}}))
+    readings = list(interpret_config({"p": domain}, {"p": {"a": 0.5, "b": 2}}))
     assert readings == [ParameterMismatch("p", repr(domain), {"a": 0.5, "b": 2})]
 
 
@@ -417,11 +417,11 @@ def test_two_values_are_the_same_when_json_says_so(one: object, other: object, s
 
 def test_a_configuration_holds_what_a_part_of_it_says() -> None:
     whole = {"a": 1, "b": {"c": [{"d": 1, "e": 2}], "f": 3}}
-    assert contains_part(whole, {})
-    assert contains_part(whole, {"b": {"c": [{"e": 2}]}})
-    assert not contains_part(whole, {"b": {"c": [{"e": 3}]}})
-    assert not contains_part(whole, {"b": {"c": []}})
-    assert not contains_part(whole, {"a": 1, "x": None})
-    assert not contains_part(whole, {"a": {}})
-    assert not contains_part({"a": "x"}, {"a": ["x"]})
-    assert not contains_part({"a": ["x"]}, {"a": "x"})
+    assert includes_json(whole, {})
+    assert includes_json(whole, {"b": {"c": [{"e": 2}]}})
+    assert not includes_json(whole, {"b": {"c": [{"e": 3}]}})
+    assert not includes_json(whole, {"b": {"c": []}})
+    assert not includes_json(whole, {"a": 1, "x": None})
+    assert not includes_json(whole, {"a": {}})
+    assert not includes_json({"a": "x"}, {"a": ["x"]})
+    assert not includes_json({"a": ["x"]}, {"a": "x"})

@@ -40,7 +40,7 @@ from prefect_tune.core.storage.documents import (
 from prefect_tune.core.storage.generations import claim_experiment, end_generation, read_claiming_call
 from prefect_tune.core.storage.layout import JournalKey
 from prefect_tune.core.storage.object_store import ListedObject
-from prefect_tune.core.values import WriteStamp, canonical_json, digest_of
+from prefect_tune.core.values import WriteStamp, canonical_json, hash_bytes
 from tests.core.driver import JOURNAL
 from tests.core.journal.test_journal import nest_lists
 from tests.fakes.stores.memory_store import MemoryStore
@@ -115,7 +115,7 @@ def test_a_document_is_canonical_json_with_the_digest_of_all_else(document: Docu
     body = json.loads(data)
     assert canonical_json(body) == data
     claimed = body.pop("digest_of_document")
-    assert claimed == digest_of(canonical_json(body)) == digest_of(canonical_json(document.model_dump(mode="json")))
+    assert claimed == hash_bytes(canonical_json(body)) == hash_bytes(canonical_json(document.model_dump(mode="json")))
     assert unseal(type(document), data, "here", InvalidInput) == document
 
 
@@ -286,7 +286,7 @@ def reseal(document: Document, **changes: object) -> bytes:
     """Return the document with `changes` (`...` removes a field) and a valid digest."""
     body = {**document.model_dump(mode="json"), **changes}
     body = {name: value for name, value in body.items() if value is not ...}
-    return canonical_json({**body, "digest_of_document": digest_of(canonical_json(body))})
+    return canonical_json({**body, "digest_of_document": hash_bytes(canonical_json(body))})
 
 
 def read(data: bytes, kind: type[Document] = Third) -> Document:

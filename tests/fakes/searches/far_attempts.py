@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import make_attempt_started
-from prefect_tune.attempt.search_channel import Outbox
+from prefect_tune.attempt.search_channel import OutboxJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.clock import new_write_stamp
@@ -97,7 +97,7 @@ class FarAttempt:
         state = trials.get(trial) or Trial(id=trial, config={})
         if state.outbox is None:
             state = state.model_copy(update={"outbox": state.outbox_count + 1, "outbox_count": state.outbox_count + 1})
-        self.journal = Outbox(target, self._key, state)
+        self.journal = OutboxJournal(target, self._key, state)
         self.post_count = 0
 
     @property

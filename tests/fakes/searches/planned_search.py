@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from prefect_tune.attempt.attempt import make_attempt_started
-from prefect_tune.attempt.search_channel import Outbox
+from prefect_tune.attempt.search_channel import OutboxJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.clock import new_write_stamp
@@ -176,5 +176,5 @@ def make_remote_experiment(target: LocalTarget, *events: AttemptEvent) -> Experi
     state = acquire_and_adopt_with_retries(target, JournalKey(experiment="e", generation=1), request)
     state = write_entry_directly(target, state, [added, AttemptLaunched(trial="00000", outbox=1)])
     trial = state.trial("00000")
-    Outbox(target, state.trial_key("00000"), trial).write([make_attempt_started(trial), *events])
+    OutboxJournal(target, state.trial_key("00000"), trial).write([make_attempt_started(trial), *events])
     return state

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from prefect_tune.attempt.attempt import make_attempt_started
-from prefect_tune.attempt.search_channel import DecisionAwaited, Outbox
+from prefect_tune.attempt.search_channel import DecisionAwaited, OutboxJournal
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.journal.outbox import read_posts
 from prefect_tune.core.journal_events import AttemptEvent, CheckpointCommitted, CheckpointRef, StepReported
@@ -21,7 +21,7 @@ class RemoteAttempt:
 
     def __init__(self, spec: TrialSpec, request: AttemptRequest) -> None:
         self.spec, self.request, self.trial = spec, request, request.trial.id
-        self.outbox = Outbox(spec.target, spec.trial, request.trial)
+        self.outbox = OutboxJournal(spec.target, spec.trial, request.trial)
         self.messages: list[Message] = []
         self.read = request.trial.last_post
         self.is_readable = True

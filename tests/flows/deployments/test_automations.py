@@ -31,7 +31,7 @@ from prefect_tune.blocks import LocalTarget
 from prefect_tune.core.errors import InvalidInput, TuneError
 from prefect_tune.core.experiment.trial_transitions import Status
 from prefect_tune.core.journal_events import CheckpointQuarantined
-from prefect_tune.core.prefect_events import event_labels, event_payload
+from prefect_tune.core.prefect_events import make_event_labels, make_event_payload
 from prefect_tune.deploy import automations
 from prefect_tune.deploy.automations import (
     automation_names,
@@ -193,7 +193,10 @@ def test_a_damaged_checkpoint_is_alerted_and_one_that_attempts_die_from_is_not()
     trigger = make_automation_specs(timedelta(seconds=90))[CORRUPT].trigger
     for crashes in (False, True):
         event = CheckpointQuarantined(trial="00000", sequence=3, reason="it is bad", crashes_trainable=crashes)
-        resource = {"prefect.resource.id": "prefect-tune.trial.s3://b/e/00000", **event_labels(event_payload(event))}
+        resource = {
+            "prefect.resource.id": "prefect-tune.trial.s3://b/e/00000",
+            **make_event_labels(make_event_payload(event)),
+        }
         assert trigger.match.matches(Resource(resource)) is not crashes
 
 

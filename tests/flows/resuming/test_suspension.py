@@ -28,9 +28,9 @@ from prefect_tune.suspension import (
     LastForm,
     NewAnswer,
     ResumeChoice,
-    RunIteration,
-    answer_events,
+    RunSegment,
     apply_answers,
+    make_answer_events,
     read_last_form,
     suspend_with_form,
 )
@@ -138,13 +138,15 @@ def test_of_two_starts_of_a_run_that_were_told_to_go_back_only_the_first_one_doe
     plan = TrialSpec(target=training.target, trial=_TRIAL, trainable="", stopper="", needs_history=False)
     answer = FormAnswered(key="form", answer=_BACK, flow_run="run")
     choice = ResumeChoice(action="other checkpoint", checkpoint=5)
-    iteration = RunIteration(training.make_plan(None), answer=NewAnswer(choice, answer))
+    iteration = RunSegment(training.make_plan(None), answer=NewAnswer(choice, answer))
     experiment = _acquire_experiment(training)
-    trial = write_entry_directly(training.target, experiment, answer_events(plan, experiment, iteration)).trial("trial")
+    trial = write_entry_directly(training.target, experiment, make_answer_events(plan, experiment, iteration)).trial(
+        "trial"
+    )
     assert (trial.status, trial.checkpoints[-1].step) == (Status.PENDING, 5)
     training.run(steps=20)
     second = _acquire_experiment(training)
-    assert answer_events(plan, second, iteration) == ()
+    assert make_answer_events(plan, second, iteration) == ()
     assert [checkpoint.step for checkpoint in second.trial("trial").checkpoints] == [5, 10, 15, 5, 10, 15, 20]
     assert second.trial("trial").status is Status.COMPLETED
     assert list(experiment_at(training.target, "troubled").answers) == [answer]
@@ -165,10 +167,10 @@ def test_whoever_chooses_a_damaged_checkpoint_is_asked_again(
     waiting_run.ask(TRAINING_QUESTION.make_form(training.make_plan(None), before, ""))
     waiting_run.resume(_BACK)
     _DAMAGE[damage](training.target)
-    iterations: list[RunIteration] = []
+    iterations: list[RunSegment] = []
 
     def start() -> None:
-        iterations.append(apply_answers(RunIteration(training.make_plan(None)), TRAINING_QUESTION, read_last_form()))
+        iterations.append(apply_answers(RunSegment(training.make_plan(None)), TRAINING_QUESTION, read_last_form()))
 
     with pytest.raises(Pause):
         waiting_run.call_in_run(start)

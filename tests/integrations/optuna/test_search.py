@@ -35,7 +35,7 @@ from prefect_tune.core.search.domains import (
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.random_search import UNLIMITED
-from prefect_tune.core.search.space import ParameterFound, read_config
+from prefect_tune.core.search.space import ParameterMatch, interpret_config
 from prefect_tune.core.values import StepReport
 from prefect_tune.integrations.optuna import OptunaSearch
 from prefect_tune.parameters.argument_checks import component_to_json, parse_search
@@ -320,7 +320,7 @@ def test_a_proposal_is_json_of_the_space_and_is_read_back_as_it_was(space: dict[
     for number in range(3):
         config = propose(proposals, number)
         assert json.loads(json.dumps(config, allow_nan=False)) == config
-        assert all(isinstance(reading, ParameterFound) for reading in read_config(space, config))
+        assert all(isinstance(reading, ParameterMatch) for reading in interpret_config(space, config))
         proposals.on_trial_ended(number, report(loss=float(number)), failed=False)
 
 

@@ -30,8 +30,8 @@ from typing import Self, TypeAlias
 from prefect_tune.attempt.processes.process_channel import (
     READ_ONCE_VARIABLES,
     SupervisedProcess,
-    interpreter_environment,
-    trial_program_command,
+    make_interpreter_environment,
+    make_program_command,
 )
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
 from prefect_tune.core.messages.process_messages import (
@@ -86,7 +86,7 @@ def make_process_environment(temporary: Path, environment: Mapping[str, str]) ->
     def to_latin(text: str) -> str:  # one character per byte: a variable or a path may not be UTF-8
         return os.fsencode(text).decode("latin-1")
 
-    variables = {**interpreter_environment(environment), "TMPDIR": str(temporary)}
+    variables = {**make_interpreter_environment(environment), "TMPDIR": str(temporary)}
     directory = ""
     with suppress(FileNotFoundError):  # the directory was removed; a fork inherits it anyway
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
@@ -182,10 +182,10 @@ class ForkServer:
         self._has_requests = False
         with theirs:
             self._process = subprocess.Popen(
-                trial_program_command("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
+                make_program_command("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
-                env=interpreter_environment(os.environ),
+                env=make_interpreter_environment(os.environ),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

@@ -43,7 +43,7 @@ from prefect_tune.core.messages.process_messages import (
     from_trial_adapter,
 )
 from prefect_tune.core.reasons import ProcessEnd, make_reason
-from prefect_tune.linux import command_of, poll_readable
+from prefect_tune.linux import get_cmdline, poll_readable
 from prefect_tune.runtime.message_stream import MAX_TRIAL_MESSAGE_BYTES, MalformedMessage, MessageReader
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.scratch import ScratchDirectory
@@ -78,7 +78,7 @@ READ_ONCE_VARIABLES = (
 )
 
 
-def interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
+def make_interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables for a new interpreter, whose output must be unbuffered."""
     return {**variables, "PYTHONUNBUFFERED": "1"}
 
@@ -90,7 +90,7 @@ def get_interpreter_flags() -> list[str]:
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
-def trial_program_command(module: str, descriptor: int) -> list[str]:
+def make_program_command(module: str, descriptor: int) -> list[str]:
     """Return the command that starts `module`, with the descriptor, this process's pid and the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
@@ -174,7 +174,7 @@ def _make_reader(connection: Connection) -> MessageReader[FromTrial | StartRecei
 
 
 @contextmanager
-def trial_in_thread(start: Start, _log: Log) -> Iterator[TrialChannel]:
+def open_trial_thread(start: Start, _log: Log) -> Iterator[TrialChannel]:
     """Train in a thread of this process, for notebooks and debuggers. The thread cannot be killed."""
     from prefect_tune.runtime.processes.trial_process import serve_one_attempt
 
@@ -266,11 +266,11 @@ class SpawnedProcess(SupervisedProcess):
             undo.callback(os.close, output)
             with theirs, os.fdopen(their_output, "wb"):
                 self._child = subprocess.Popen(
-                    trial_program_command("prefect_tune.runtime.processes.trial_process", theirs.fileno()),
+                    make_program_command("prefect_tune.runtime.processes.trial_process", theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=their_output,
                     stderr=subprocess.STDOUT,
-                    env=interpreter_environment(environment),
+                    env=make_interpreter_environment(environment),
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )
@@ -412,8 +412,8 @@ class RankGroup:
                 self._promote_to_rank_0(rank, message)
                 return 0, message
             if isinstance(message, TrainingEnded) and message.raised and self.has_separate_parent:
-                exited = {key for key in self._open_channels if key in self._pids and not command_of(self._pids[key])}
-                if command_of(self._pids.get(rank, 0)):  # `rank` still runs, so the launcher has not killed the others
+                exited = {key for key in self._open_channels if key in self._pids and not get_cmdline(self._pids[key])}
+                if get_cmdline(self._pids.get(rank, 0)):  # `rank` still runs, so the launcher has not killed the others
                     self.self_exited_ranks |= exited
             if message is not None:
                 return rank, message

@@ -28,11 +28,11 @@ from prefect_tune.attempt.processes.process_channel import (
     make_process_end,
 )
 from prefect_tune.attempt.processes.process_output import Log, TrialOutput, WaitLog
-from prefect_tune.attempt.trial_spec import absolute_sys_path
+from prefect_tune.attempt.trial_spec import get_absolute_sys_path
 from prefect_tune.core.display_text import first_line, make_visible
 from prefect_tune.core.messages.process_messages import FromTrial, Start, ToTrial, TrainableLoaded, TrainingEnded
 from prefect_tune.core.reasons import ProcessEnd, make_reason
-from prefect_tune.linux import is_linux
+from prefect_tune.linux import uses_linux_calls
 from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.terminal.formatting import append_last_output
@@ -66,7 +66,7 @@ class TrialProcessPool:
     def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
         self._grows = slots is None
         self._slots = slots if slots is not None else 1
-        self.fork_servers = ForkServers("never" if slots == 0 or not is_linux() else reuse)
+        self.fork_servers = ForkServers("never" if slots == 0 or not uses_linux_calls() else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
         self._idle: list[_PooledProcess] = []
@@ -94,8 +94,10 @@ class TrialProcessPool:
 
     def start_import(self, trainable: str, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> None:
         """Start to import `trainable` (see `Start`) if `reuse` shares imports. Do not wait for the import."""
-        if is_linux():
-            self.fork_servers.start_fork_source(ProcessKey.for_trial(trainable, absolute_sys_path(), environment), log)
+        if uses_linux_calls():
+            self.fork_servers.start_fork_source(
+                ProcessKey.for_trial(trainable, get_absolute_sys_path(), environment), log
+            )
 
     @contextmanager
     def open_process(
@@ -150,7 +152,7 @@ class TrialProcessPool:
     def make_process(self, request: _ProcessRequest) -> SupervisedProcess:
         """Return a new process. If there are too many processes, first end idle processes with other keys."""
         self.end_idle_processes(keep_count=self._slots)
-        if not is_linux():
+        if not uses_linux_calls():
             return SpawnedProcess(request.key.full_environment)
         return self.fork_servers.fork(request.key, request.log, request.stop, self._slots)
 

@@ -78,7 +78,7 @@ from prefect_tune.core.reasons import Reason
 from prefect_tune.core.storage.documents import Document, read_sealed, seal, seal_and_read_back
 from prefect_tune.core.storage.layout import CheckpointKey, NodesKey, TrialKey, blob_sequence
 from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
-from prefect_tune.core.values import Digest, digest_of
+from prefect_tune.core.values import Digest, hash_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def _store_group(
     for piece in group:
         chunk = buffer[end : end + piece.length]
         source.read_into(piece, chunk)
-        digest = digest_of(chunk)
+        digest = hash_bytes(chunk)
         if location := reuse.chunks.get(digest):
             chunks.append((piece, digest, location))  # the next chunk overwrites it in the buffer
         else:
@@ -316,7 +316,7 @@ class Reverification:
 
     def is_blob_due(self, path: str) -> bool:
         """Return whether this commit reads the blob at `path` back."""
-        hashed = int(digest_of(path.encode())[:_HASH_DIGITS], 16)
+        hashed = int(hash_bytes(path.encode())[:_HASH_DIGITS], 16)
         return hashed % self.period == self.commit_count % self.period
 
 

@@ -18,7 +18,7 @@ from prefect_tune.core.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
-from prefect_tune.core.search.domains import as_dicts
+from prefect_tune.core.search.domains import convert_to_dicts
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import (
     CheckpointKey,
@@ -29,7 +29,7 @@ from prefect_tune.core.storage.layout import (
     document_path,
 )
 from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
-from prefect_tune.core.values import Digest, StepReport, Value, digest_of
+from prefect_tune.core.values import Digest, StepReport, Value, hash_bytes
 
 # A directory's bytes as chunks and blobs: large files are split, small files are packed together.
 #
@@ -105,7 +105,7 @@ def compute_blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
 
     So the bytes are hashed only once, chunk by chunk, and yet the name depends on every byte.
     """
-    return digest_of("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
+    return hash_bytes("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range that every JSON reader and every store's offsets support
@@ -318,7 +318,7 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
         raise CheckpointCorrupt(f"{path}: expected {read.length} bytes at {read.start}, found {len(data)}")
     for placed in read.chunks:
         start = placed.chunk.offset - read.start
-        actual = digest_of(data[start : start + placed.chunk.length])
+        actual = hash_bytes(data[start : start + placed.chunk.length])
         if actual != placed.chunk.digest:
             name = manifest.files[placed.file].path
             raise CheckpointCorrupt(
@@ -352,7 +352,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
     try:
-        decoded: dict[str, object] = from_json(json.dumps(as_dicts(metadata), allow_nan=False))
+        decoded: dict[str, object] = from_json(json.dumps(convert_to_dicts(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as invalid:
         raise InvalidInput(f"metadata: not valid JSON: {invalid}; convert it, or save it as a file") from invalid
     return decoded

@@ -232,7 +232,9 @@ def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime)
         is_bounded = slot_at is None and first != began
         first = max(first, free_at or first)
         if is_running:
-            newest = record.seconds.add_seconds("training", compute_unsaved_seconds(trial, trial.trained_seconds))
+            newest = record.seconds.with_added_seconds(
+                "training", compute_unsaved_seconds(trial, trial.trained_seconds)
+            )
             record = record.model_copy(update={"seconds": newest})  # noqa: PLW2901  includes its newest report
             free_at = max(until, _add_seconds(began or first, record.seconds.total))
         else:

@@ -15,10 +15,10 @@ from datetime import timedelta
 from statistics import pstdev
 from typing import Any, ClassVar, TypeAlias
 
-from prefect_tune.core.display_text import did_you_mean, signature_if_mismatched
+from prefect_tune.core.display_text import describe_signature_mismatch, did_you_mean
 from prefect_tune.core.errors import BadStop, InvalidInput
 from prefect_tune.core.metrics import (
-    convert_fields,
+    convert_scalar_fields,
     is_integer_at_least,
     is_number,
     is_number_at_least,
@@ -215,7 +215,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
     if isinstance(stop, Sequence) and not isinstance(stop, str | bytes):
         return AnyOf(tuple(map(as_stopper, stop)))
     if callable(stop) and not isinstance(stop, type):
-        if signature := signature_if_mismatched(stop, 1):
+        if signature := describe_signature_mismatch(stop, 1):
             raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {signature}")
         return _StopFunction(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
@@ -263,7 +263,7 @@ def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
 
 def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
     """Convert the only field of a stopper to a plain value; raise unless it is a positive whole number."""
-    convert_fields(stopper)
+    convert_scalar_fields(stopper)
     if not is_integer_at_least(to_plain_scalar(count), 1):
         name = type(stopper).__name__
         raise InvalidInput(f"{name}({short_repr(count)}): expected at least 1 {noun}, as a whole number")
@@ -271,7 +271,7 @@ def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: o
 
 def _convert_plateau_fields(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
     """Convert the fields to plain values; raise unless `std` is at least 0 and the whole numbers meet `minimums`."""
-    convert_fields(stopper)
+    convert_scalar_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
     if not (is_number_at_least(stopper.std, 0) and are_integers):
         limits = ", ".join(f"{name} >= {minimum}" for name, minimum in minimums.items())

@@ -61,7 +61,7 @@ from prefect_tune.core.storage.documents import (
 from prefect_tune.core.storage.generations import require_not_deleted
 from prefect_tune.core.storage.layout import JournalKey, document_number
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore, create_idempotently, require_conditional_create
-from prefect_tune.core.values import Digest, WriteStamp, digest_of, parse_json
+from prefect_tune.core.values import Digest, WriteStamp, hash_bytes, parse_json
 
 _MAX_RACES = 16
 
@@ -99,9 +99,9 @@ def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[t
     # A generator: a foreign file named like entry ten billion must not cause a list of ten billion paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
-        yield decode_entry(data, path), digest_of(data)
+        yield decode_entry(data, path), hash_bytes(data)
     while (newer := _read_if_exists(store, path := key.entry_path(last := last + 1))) is not None:
-        yield decode_entry(newer, path), digest_of(newer)
+        yield decode_entry(newer, path), hash_bytes(newer)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experime
     if number and experiment.entry_count == number:
         path = experiment.key.entry_path(number)
         last = _read_if_exists(store, path)
-        if last is None or digest_of(last) != experiment.digest:
+        if last is None or hash_bytes(last) != experiment.digest:
             raise JournalCorrupt(f"{path}: the entry is missing, or differs from the one in the snapshot")
     return experiment
 
@@ -245,7 +245,7 @@ def _try_append(
     )
     path = experiment.key.entry_path(entry.number)
     data, entry = seal_and_read_back(entry)
-    result = apply_entry(experiment, entry, digest_of(data))
+    result = apply_entry(experiment, entry, hash_bytes(data))
     create_idempotently(store, path, data)
     require_first_entry(store, experiment.key, path)
     return result
@@ -259,7 +259,7 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
         raise StoreUnavailable(f"{path}: the entry exists, but cannot be read; try again") from exists
     entry = decode_entry(data, path)
     if entry.writer == "non-owner" and (entry.previous, entry.term) == (experiment.digest, experiment.term):
-        return apply_entry(experiment, entry, digest_of(data))
+        return apply_entry(experiment, entry, hash_bytes(data))
     new_owner = next((event.owner for event in entry.events if isinstance(event, OwnerChanged)), None)
     how = f"owner {entry.term}, {new_owner}, took over" if new_owner else f"another process wrote as owner {entry.term}"
     raise Superseded(
@@ -443,7 +443,7 @@ def encode_snapshot(experiment: Experiment) -> bytes:
     # One trial at a time, so that no other thread waits long for the interpreter lock.
     lines = b"".join(trial.model_dump_json().encode() + b"\n" for trial in experiment.trials.values())
     bare = experiment.model_copy(update={"trials": TrialMap.from_trials()})
-    return seal(_SnapshotHeader(digest_of_trials=digest_of(lines), experiment=bare)) + b"\n" + lines
+    return seal(_SnapshotHeader(digest_of_trials=hash_bytes(lines), experiment=bare)) + b"\n" + lines
 
 
 def read_snapshot(store: ObjectStore, key: JournalKey, number: int) -> Experiment | None:
@@ -464,7 +464,7 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
     path = key.snapshot_path(number)
     header, _, lines = bytes(data).partition(b"\n")
     body, bare = verify_document(_SnapshotHeader, header, path, JournalCorrupt)
-    if digest_of(lines) != body.get("digest_of_trials"):
+    if hash_bytes(lines) != body.get("digest_of_trials"):
         raise JournalCorrupt(f"{path}: its trials were altered since they were written ({len(lines)} bytes)")
     experiment = parse_json(_SnapshotHeader, bare, JournalCorrupt, path).experiment
     if (experiment.key, experiment.entry_count) != (key, number):

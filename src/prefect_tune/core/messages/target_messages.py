@@ -65,7 +65,7 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
     return document.answer if document else None
 
 
-def delete_stale_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
+def delete_unsolicited_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
     """Delete an earlier owner's unsolicited message. Call this before an attempt is started or taken over.
 
     The message was only for the earlier owner's run, or is journaled and will be sent again.
@@ -75,9 +75,11 @@ def delete_stale_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> No
         store.delete([path])
 
 
-def list_answers_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
+def list_answers(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
     """Return the answers to attempts of `trial` up to `attempt`; no process reads the answers to an ended attempt."""
-    return [listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= attempt]
+    return [
+        listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= last_attempt
+    ]
 
 
 def _parse_attempt(trial: TrialKey, path: str) -> int:
@@ -173,7 +175,7 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
 # the time in the object shows its age.
 
 
-class RunningTrial(Value):
+class RunningAttempt(Value):
     """A running attempt of a trial, with its newest report, in the live status."""
 
     trial: TrialId
@@ -202,7 +204,7 @@ class LiveStatus(Document):
     """The same time by the clock of the run, which is never adjusted; for the cost only."""
     period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
     """The time until the owner writes the next status."""
-    trials: tuple[RunningTrial, ...]
+    trials: tuple[RunningAttempt, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class ExperimentView:
         """The time up to which the cost of running attempts counts, by the run's clock if known; empty if unknown."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
-    def running_attempt(self, trial: str) -> RunningTrial | None:
+    def get_running_attempt(self, trial: str) -> RunningAttempt | None:
         """Return the running attempt of a trial; None if the trial does not run, or there is no live status."""
         return _list_running_attempts(self.live, self.experiment).get(trial)
 
@@ -295,7 +297,7 @@ def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> Ex
     return ExperimentView(experiment.model_copy(update={"trials": trials}), max(live.at, written_at), live)
 
 
-def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningTrial]:
+def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningAttempt]:
     """Return, by trial, the attempts of `live` that also run according to the journal, which may be newer."""
     live_attempts = {attempt.trial: attempt for attempt in live.trials} if live is not None else {}
     pairs = ((attempt, experiment.trials.get(name)) for name, attempt in live_attempts.items())
@@ -432,10 +434,10 @@ def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> t
     return None
 
 
-def list_node_objects_up_to(store: ObjectStore, trial: TrialKey, attempt: int) -> Sequence[ListedObject]:
+def list_node_objects(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
     """Return the objects of the nodes in attempts up to `attempt`; no process needs the objects of an ended attempt."""
     return [
         listed
         for listed in store.list(trial.nodes_folder)
-        if (key := NodesKey.from_path(trial, listed.path)) is not None and key.attempt <= attempt
+        if (key := NodesKey.from_path(trial, listed.path)) is not None and key.attempt <= last_attempt
     ]

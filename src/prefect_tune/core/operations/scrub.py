@@ -31,7 +31,7 @@ from prefect_tune.core.journal_events import CheckpointQuarantined, NonOwnerEven
 from prefect_tune.core.restore import is_checkpoint_live, read_manifest, verify_files
 from prefect_tune.core.storage.layout import CheckpointKey, JournalKey, TrialKey
 from prefect_tune.core.storage.object_store import ObjectStore
-from prefect_tune.core.values import WriteStamp, digest_of
+from prefect_tune.core.values import WriteStamp, hash_bytes
 
 # Quarantine and reinstate checkpoints in the journal of another owner.
 #
@@ -149,7 +149,7 @@ class Inspection:
 
 
 def _hash_key(key: CheckpointKey, salt: int) -> int:
-    return int(digest_of(f"{salt}/{key.folder}".encode())[:13], 16)
+    return int(hash_bytes(f"{salt}/{key.folder}".encode())[:13], 16)
 
 
 def inspect_checkpoints(

@@ -40,7 +40,7 @@ from prefect_tune.core.experiment.trial_transitions import (
 from prefect_tune.core.journal.journal import append_as_non_owner, load_experiment
 from prefect_tune.core.journal.outbox import list_journaled_posts
 from prefect_tune.core.journal_events import CheckpointRef, CheckpointsRetired
-from prefect_tune.core.messages.target_messages import list_answers_up_to, list_node_objects_up_to
+from prefect_tune.core.messages.target_messages import list_answers, list_node_objects
 from prefect_tune.core.operations.scrub import UnreadableObject, run_or_report_unreadable
 from prefect_tune.core.prefect_events import find_best_checkpoints
 from prefect_tune.core.restore import OutdatedStateError, raise_damage_or_outdated, read_manifest
@@ -350,8 +350,8 @@ def collect_trial_garbage(
     to_delete = [old for old in leftovers if is_deletable_checkpoint(trial, old)]
     last_ended = trial.attempt - 1 if may_still_save(trial) else trial.attempt
     messages = [
-        *list_answers_up_to(store, key, last_ended),
-        *list_node_objects_up_to(store, key, last_ended),
+        *list_answers(store, key, last_ended),
+        *list_node_objects(store, key, last_ended),
         *list_journaled_posts(store, key, trial),
     ]
     if not dry_run:

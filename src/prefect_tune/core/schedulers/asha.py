@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from prefect_tune.core import seeded_random
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number_at_least
+from prefect_tune.core.metrics import convert_scalar_fields, is_integer_at_least, is_number_at_least
 from prefect_tune.core.reasons import Reason, make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -22,9 +22,9 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    loss_of,
-    metric_from_loss,
-    metric_reason_arguments,
+    compute_loss,
+    loss_to_metric,
+    make_metric_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -146,7 +146,7 @@ class RungSchedule(Schedule):
 
     def decide(self, report: TrialReport) -> Decision:
         progress, step = self._progress[report.trial], report.report.step
-        loss = loss_of(report, self._objective)
+        loss = compute_loss(report, self._objective)
         if step >= self._brackets.max_t:
             return Stop(reason=make_reason("step-limit", step=step, limit=self._brackets.max_t), early=False)
         index = progress.find_rung_index(step)
@@ -180,8 +180,8 @@ class StoppingSchedule(RungSchedule):
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        result = metric_reason_arguments(loss, self._objective)
-        result |= {"step": rung.step, "cutoff": metric_from_loss(cutoff, self._objective), "judges": judges}
+        result = make_metric_arguments(loss, self._objective)
+        result |= {"step": rung.step, "cutoff": loss_to_metric(cutoff, self._objective), "judges": judges}
         progress.stop_decision = Stop(reason=make_reason("cutoff", **result))
         return progress.stop_decision
 
@@ -266,7 +266,7 @@ class PromotionSchedule(RungSchedule):
         """Return a reason with the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
-            **metric_reason_arguments(record.loss, self._objective),
+            **make_metric_arguments(record.loss, self._objective),
             step=rung.step,
             rank=rung.count_better_trials(record) + 1,
             ranked=len(rung.reached),
@@ -312,7 +312,7 @@ class ASHA(Scheduler):
     variant: Literal["promotion", "stopping"] = "promotion"
 
     def __post_init__(self) -> None:
-        convert_fields(self)
+        convert_scalar_fields(self)
         if not (is_integer_at_least(self.max_t, 1) and is_integer_at_least(self.grace_period, 1)):
             raise InvalidInput(f"{self}: expected max_t and grace_period in whole steps, 1 or more")
         if self.grace_period > self.max_t:

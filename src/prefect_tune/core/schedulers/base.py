@@ -218,16 +218,16 @@ class _FifoSchedule(Schedule):
 # Helpers for all schedulers: the loss of a report, and its display.
 
 
-def loss_of(trial_report: TrialReport, objective: Objective) -> float:
+def compute_loss(trial_report: TrialReport, objective: Objective) -> float:
     """Return the loss by which trials are compared (smaller is better). Raises like `Objective.losses`."""
     return objective.loss(trial_report.report.metrics, f"trial {trial_report.trial!r}, step {trial_report.report.step}")
 
 
-def metric_from_loss(loss: float, objective: Objective) -> float:
+def loss_to_metric(loss: float, objective: Objective) -> float:
     """Return the value of the objective's metric that has this loss."""
     return loss if objective.modes[0] == "min" else -loss
 
 
-def metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
+def make_metric_arguments(loss: float, objective: Objective) -> dict[str, object]:
     """Return arguments of a reason: the name and the value of the objective's metric."""
-    return {"metric": objective.metrics[0], "value": metric_from_loss(loss, objective)}
+    return {"metric": objective.metrics[0], "value": loss_to_metric(loss, objective)}

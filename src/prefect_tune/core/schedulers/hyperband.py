@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number_at_least
+from prefect_tune.core.metrics import convert_scalar_fields, is_integer_at_least, is_number_at_least
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -18,8 +18,8 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    loss_of,
-    metric_reason_arguments,
+    compute_loss,
+    make_metric_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -110,7 +110,7 @@ class Hyperband(Scheduler):
     reduction_factor: float = 3
 
     def __post_init__(self) -> None:
-        convert_fields(self)
+        convert_scalar_fields(self)
         if not (is_integer_at_least(self.max_t, 1) and is_number_at_least(self.reduction_factor, 2)):
             raise InvalidInput(f"{self}: expected max_t >= 1, in whole steps, and reduction_factor >= 2")
 
@@ -165,7 +165,7 @@ class _HyperbandSchedule(Schedule):
         return max(bracket.steps[bracket.rung_index] if bracket else self._max_t, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
-        loss, step = loss_of(report, self._objective), report.report.step
+        loss, step = compute_loss(report, self._objective), report.report.step
         bracket = self._bracket_by_trial.get(report.trial)
         if bracket is None or step >= self._max_t:
             self.on_trial_ended(report.trial)
@@ -228,7 +228,7 @@ class _HyperbandSchedule(Schedule):
             if rank < bracket.trial_count:
                 self._to_resume[trial] = None
             else:
-                result = metric_reason_arguments(losses[trial], self._objective)
+                result = make_metric_arguments(losses[trial], self._objective)
                 ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
                 self._to_stop[trial] = Stop(reason=make_reason("rank-continued", **result, step=step, **ranks))
 

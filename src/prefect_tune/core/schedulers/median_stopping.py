@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_integer_at_least
+from prefect_tune.core.metrics import convert_scalar_fields, is_integer_at_least
 from prefect_tune.core.reasons import make_reason
 from prefect_tune.core.schedulers.base import (
     Continue,
@@ -20,8 +20,8 @@ from prefect_tune.core.schedulers.base import (
     Scheduler,
     Stop,
     TrialReport,
-    loss_of,
-    metric_from_loss,
+    compute_loss,
+    loss_to_metric,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -52,7 +52,7 @@ class MedianStopping(Scheduler):
     min_time_slice: int | None = None
 
     def __post_init__(self) -> None:
-        convert_fields(self)
+        convert_scalar_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
         if self.min_time_slice == 0 or not all(is_integer_at_least(count, 1) for count in counts):
             raise InvalidInput(f"{self}: expected whole numbers from 1 on; min_time_slice=None lets trials keep slots")
@@ -106,7 +106,7 @@ class _MedianStoppingSchedule(Schedule):
 
     def decide(self, report: TrialReport) -> Decision:
         progress, step = self._progress[report.trial], report.report.step
-        loss, index = loss_of(report, self._objective), self._find_milestone_index(step)
+        loss, index = compute_loss(report, self._objective), self._find_milestone_index(step)
         if index <= progress.last_milestone_index:
             return self._repeat_decision(progress)
         self.on_trial_resumed(report.trial)  # a trial that reports is not paused, even if the last decision was a pause
@@ -165,7 +165,7 @@ class _MedianStoppingSchedule(Schedule):
         median = (others[middle] + others[~middle]) / 2
         if progress.best_loss <= median:
             return Continue()
-        values = [metric_from_loss(value, self._objective) for value in (progress.best_loss, median)]
+        values = [loss_to_metric(value, self._objective) for value in (progress.best_loss, median)]
         result = {"metric": self._objective.metrics[0], "best": values[0], "median": values[1]}
         progress.stop_decision = Stop(reason=make_reason("median", **result, step=step, count=len(others)))
         return progress.stop_decision

@@ -14,7 +14,7 @@ from prefect_tune.core import seeded_random
 from prefect_tune.core.display_text import did_you_mean_or_list
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import (
-    convert_fields,
+    convert_scalar_fields,
     is_integer_at_least,
     is_number,
     is_number_at_least,
@@ -30,9 +30,9 @@ from prefect_tune.core.schedulers.base import (
     Schedule,
     Scheduler,
     TrialReport,
-    loss_of,
-    metric_from_loss,
-    metric_reason_arguments,
+    compute_loss,
+    loss_to_metric,
+    make_metric_arguments,
 )
 from prefect_tune.core.search.domains import (
     Branch,
@@ -235,7 +235,7 @@ class PBT(Scheduler):
     burn_in_period: int = 0
 
     def __post_init__(self) -> None:
-        convert_fields(self)
+        convert_scalar_fields(self)
         if not (is_integer_at_least(self.perturbation_interval, 1) and is_integer_at_least(self.burn_in_period, 0)):
             raise InvalidInput(f"{self}: expected whole steps: perturbation_interval >= 1, burn_in_period >= 0")
         shares = is_number_at_least(self.quantile_fraction, 0) and is_number_at_least(self.resample_probability, 0)
@@ -303,7 +303,7 @@ class _PbtSchedule(Schedule):
         return max(next_step, self._rule.burn_in_period, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
-        loss, step = loss_of(report, self._objective), report.report.step
+        loss, step = compute_loss(report, self._objective), report.report.step
         member = self._members[report.trial]
         member.config = member.config if report.config is None else report.config
         if step <= member.decision_step:
@@ -319,9 +319,9 @@ class _PbtSchedule(Schedule):
         source = self._members[source_id]
         reason = make_reason(
             "exploit",
-            **metric_reason_arguments(loss, self._objective),
+            **make_metric_arguments(loss, self._objective),
             step=step,
-            source_value=metric_from_loss(source_loss, self._objective),
+            source_value=loss_to_metric(source_loss, self._objective),
             source_step=source.decision_step,
         )
         member.config = self._explorer.explore(source.config, "pbt", member.number, member.exploit_count)

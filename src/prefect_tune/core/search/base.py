@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, ClassVar, TypeAlias
 
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_integer_at_least, is_number
+from prefect_tune.core.metrics import convert_scalar_fields, is_integer_at_least, is_number
 from prefect_tune.core.renamed import RenamedMembers
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space_json import NamedOptions
@@ -122,7 +122,7 @@ class Repeated(Search):
     """The parameter, such as a seed, whose value is the number of the repetition, from 0; None for no parameter."""
 
     def __post_init__(self) -> None:
-        convert_fields(self)
+        convert_scalar_fields(self)
         if not is_integer_at_least(self.times, 1):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from statistics import NormalDist
 from typing import Any, Literal, TypeAlias
 
-from prefect_tune.core.display_text import is_utf8_encodable, signature_if_mismatched
+from prefect_tune.core.display_text import describe_signature_mismatch, is_utf8_encodable
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_finite, is_number, short_repr, to_plain_keys, to_plain_scalar
 from prefect_tune.core.values import HasJsonForm
@@ -36,9 +36,9 @@ class _SpaceNode(HasJsonForm):
     __slots__ = ()
 
     def to_json_form(self) -> object:
-        from prefect_tune.core.search.space_json import node_to_json
+        from prefect_tune.core.search.space_json import space_node_to_json
 
-        return node_to_json(self, "space")
+        return space_node_to_json(self, "space")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Float(_SpaceNode):
         _check_bounds(self, max(abs(self.low), abs(self.high)))
 
     def __repr__(self) -> str:
-        return _format_call(*constructor_call(self))
+        return _format_call(*get_constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
         """Return the value at `quantile`, in [0, 1): this fraction of all draws is smaller."""
@@ -98,7 +98,7 @@ class Integer(_SpaceNode):
         _check_bounds(self, 0)  # integers are exact: any number of steps is valid
 
     def __repr__(self) -> str:
-        return _format_call(*constructor_call(self))
+        return _format_call(*get_constructor_call(self))
 
     @property
     def step(self) -> int:
@@ -148,7 +148,7 @@ class Normal(_SpaceNode):
             _check_step(self.q, max_distance, self)
 
     def __repr__(self) -> str:
-        return _format_call(*constructor_call(self))
+        return _format_call(*get_constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
         inner = min(quantile + 0.5 / _QUANTILE_COUNT, 1 - 1 / _QUANTILE_COUNT)  # the values at 0 and 1 are infinite
@@ -166,7 +166,7 @@ Range: TypeAlias = Float | Integer | Normal
 """A numeric domain: `draw_at(quantile)` draws, `nearest_value(value)` rounds, `contains(value)` checks."""
 
 
-def constructor_call(domain: Range) -> tuple[str, tuple[float, ...]]:
+def get_constructor_call(domain: Range) -> tuple[str, tuple[float, ...]]:
     """Return the name and the arguments of the call that creates `domain`."""
     if isinstance(domain, Normal):
         name, numbers = "randn", (domain.mean, domain.sd)
@@ -187,7 +187,7 @@ def _require_finite_field(domain: Range, name: str) -> float:
 def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
     """Raise unless the bounds and the step are valid: there are at most 2^53 steps from 0 to `max_distance`."""
     if domain.low > domain.high:
-        name, (low, high, *step) = constructor_call(domain)
+        name, (low, high, *step) = get_constructor_call(domain)
         raise InvalidInput(
             f"{domain!r}: expected low < high, found low={low!r} and high={high!r}; did you mean "
             f"{_format_call(name, (high, low, *step))}?"
@@ -305,7 +305,7 @@ class SampleFrom(_SpaceNode):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InvalidInput(f"sample_from: expected a function of the configuration, found {self.function!r}")
-        if signature := signature_if_mismatched(self.function, 1):
+        if signature := describe_signature_mismatch(self.function, 1):
             raise InvalidInput(f"sample_from: expected a function of one argument, the config, found {signature}")
 
     def __repr__(self) -> str:
@@ -400,7 +400,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     return SampleFrom(function)
 
 
-def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
+def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
     """Return a part of a configuration or space with dicts for its dataclasses and mappings, and with plain scalars.
 
     Domains and values that are not JSON stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
@@ -410,9 +410,9 @@ def as_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
     if is_dataclass(node) and not isinstance(node, type):
         node = {field.name: getattr(node, field.name) for field in fields(node)}
     if isinstance(node, Mapping):
-        return {key: as_dicts(value, levels - 1) for key, value in to_plain_keys(node, "a mapping").items()}
+        return {key: convert_to_dicts(value, levels - 1) for key, value in to_plain_keys(node, "a mapping").items()}
     if isinstance(node, MutableSequence | tuple) and not isinstance(node, bytearray):
-        return [as_dicts(value, levels - 1) for value in node]
+        return [convert_to_dicts(value, levels - 1) for value in node]
     return to_plain_scalar(node)
 
 
@@ -427,7 +427,7 @@ def to_plain_node(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
     if levels <= 0:
         raise InvalidInput(f"{where[:80]}…: expected at most {_MAX_DEPTH} levels, found more: {_JSON_HINT}")
     if is_dataclass(node):
-        node = as_dicts(node, levels)
+        node = convert_to_dicts(node, levels)
     match plain := to_plain_scalar(node):
         case None | bool():
             return plain

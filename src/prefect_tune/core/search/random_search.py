@@ -9,19 +9,19 @@ from itertools import accumulate
 
 from prefect_tune.core.display_text import pluralize
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.core.metrics import convert_fields, is_integer_at_least, short_repr
+from prefect_tune.core.metrics import convert_scalar_fields, is_integer_at_least, short_repr
 from prefect_tune.core.search.base import Exhausted, Proposed, Search, SearchState, Space, Suggestion
 from prefect_tune.core.search.domains import Grid, find_domains, has_grid
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.search.space import (
     accepts_value,
     child_path,
-    contains_part,
-    fixed_parameters,
+    get_fixed_parameters,
+    includes_json,
     make_draw_function,
     option_path,
     resolve_space,
-    validate_points,
+    validate_initial_points,
     validate_space,
 )
 
@@ -107,13 +107,13 @@ UNLIMITED = -1
 """The value of `num_samples` for a search without limit: a stopper or another limit ends the experiment."""
 
 
-def default_num_samples(space: Space) -> int:
+def get_default_num_samples(space: Space) -> int:
     """Return 1 for a space of grids only, where repeated trials are equal; else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
 
-def require_num_samples(count: object) -> None:
+def validate_num_samples(count: object) -> None:
     """Raise `InvalidInput` unless `count` is a number of samples, `UNLIMITED`, or None."""
     if count is not None and (not is_integer_at_least(count, UNLIMITED) or count == 0):
         raise InvalidInput(f"num_samples: expected 1 or more, or -1 for no limit, found {short_repr(count)}")
@@ -135,16 +135,16 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """The number of tries of each grid point; -1 for no limit; None for `default_num_samples` of the space."""
+    """The number of tries of each grid point; -1 for no limit; None for `get_default_num_samples` of the space."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
     """Whether to draw random parameters once per sample of the grid: all points of the grid then share the draws."""
 
     def __post_init__(self) -> None:
-        convert_fields(self)
-        require_num_samples(self.num_samples)
-        object.__setattr__(self, "points_to_evaluate", validate_points(self.points_to_evaluate))
+        convert_scalar_fields(self)
+        validate_num_samples(self.num_samples)
+        object.__setattr__(self, "points_to_evaluate", validate_initial_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
         """Begin without an objective. Raises `InvalidInput` also if a point to evaluate is outside of the space."""
@@ -157,7 +157,7 @@ class RandomSearch(Search):
         return None if samples == UNLIMITED else samples * count_grid_points(extract_grids(validate_space(space)))
 
     def _resolve_num_samples(self, space: Space) -> int:
-        return default_num_samples(space) if self.num_samples is None else self.num_samples
+        return get_default_num_samples(space) if self.num_samples is None else self.num_samples
 
 
 class _RandomSearchState(SearchState):
@@ -166,7 +166,7 @@ class _RandomSearchState(SearchState):
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space
         self._seed = seed
-        self._initial_points = [(point, fixed_parameters(point, space)) for point in search.points_to_evaluate]
+        self._initial_points = [(point, get_fixed_parameters(point, space)) for point in search.points_to_evaluate]
         self._grids = extract_grids(space)
         self._point_count = count_grid_points(self._grids)
         self._samples = samples
@@ -188,7 +188,7 @@ class _RandomSearchState(SearchState):
 
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
         del number  # only the configuration counts
-        matches = (index for index, (point, _) in enumerate(self._initial_points) if contains_part(config, point))
+        matches = (index for index, (point, _) in enumerate(self._initial_points) if includes_json(config, point))
         if (index := next(matches, None)) is not None:
             del self._initial_points[index]
         if points := find_grid_points(config, self._grids):

@@ -222,7 +222,7 @@ class _LazyConfig(Mapping[str, object]):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterFound:
+class ParameterMatch:
     """A parameter's drawn or computed value, or the index of its drawn option."""
 
     name: str
@@ -240,24 +240,24 @@ class ParameterMismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterMissing:
+class ParameterOmission:
     """A parameter that the configuration omits."""
 
     name: str
 
 
-ParameterReading: TypeAlias = ParameterFound | ParameterMismatch | ParameterMissing
+ParameterReading: TypeAlias = ParameterMatch | ParameterMismatch | ParameterOmission
 
 _MISMATCH_DISTANCE = 2
 _DISTANCES: Mapping[type[ParameterReading], int] = {
-    ParameterFound: 0,
-    ParameterMissing: 1,
+    ParameterMatch: 0,
+    ParameterOmission: 1,
     ParameterMismatch: _MISMATCH_DISTANCE,
 }
 """The distance of a reading from an exact match: a missing parameter is nearer than a mismatch."""
 
 
-def read_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
+def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
     A choice is read as the first option that gives exactly the value, else as the first option that can contain it.
@@ -270,13 +270,13 @@ def accepts_value(node: object, value: object) -> bool:
     return not any(isinstance(reading, ParameterMismatch) for reading in _interpret_node(node, value, ""))
 
 
-def contains_part(value: object, part: object) -> bool:
-    """Return whether a JSON value equals `part`, except for additional keys in its objects."""
-    if isinstance(value, Mapping) and isinstance(part, Mapping):
-        return all(key in value and contains_part(value[key], part[key]) for key in part)
-    if isinstance(value, list | tuple) and isinstance(part, list | tuple):
-        return len(value) == len(part) and all(map(contains_part, value, part))
-    return are_json_equal(value, part)
+def includes_json(value: object, partial: object) -> bool:
+    """Return whether a JSON value equals `partial`, except for additional keys in its objects."""
+    if isinstance(value, Mapping) and isinstance(partial, Mapping):
+        return all(key in value and includes_json(value[key], partial[key]) for key in partial)
+    if isinstance(value, list | tuple) and isinstance(partial, list | tuple):
+        return len(value) == len(partial) and all(map(includes_json, value, partial))
+    return are_json_equal(value, partial)
 
 
 def are_json_equal(one: object, other: object) -> bool:
@@ -304,15 +304,15 @@ def _interpret_node(node: object, value: object, name: str) -> Iterator[Paramete
                 yield ParameterMismatch(name, repr(node), value)
             else:
                 index = distances.index(nearest)
-                yield ParameterFound(name, node, index)
+                yield ParameterMatch(name, node, index)
                 yield from readings[index]
         case Float() | Integer() | Normal():
             if is_number(value) and node.contains(value):
-                yield ParameterFound(name, node, int(value) if isinstance(node, Integer) else float(value))
+                yield ParameterMatch(name, node, int(value) if isinstance(node, Integer) else float(value))
             else:
                 yield ParameterMismatch(name, repr(node), value)
         case SampleFrom():
-            yield ParameterFound(name, node, value)
+            yield ParameterMatch(name, node, value)
         case _:  # a constant, or a value of another JSON type
             if not are_json_equal(node, value):
                 yield ParameterMismatch(name, repr(node), value)
@@ -323,7 +323,7 @@ def _interpret_object(node: Mapping[str, object], value: Mapping[str, object], n
         if key in value:
             yield from _interpret_node(child, value[key], child_path(name, key))
         else:
-            yield ParameterMissing(child_path(name, key))
+            yield ParameterOmission(child_path(name, key))
     for key in value:
         if key not in node:
             yield ParameterMismatch(child_path(name, key), f"one of {sorted(node)}", value[key])
@@ -334,7 +334,7 @@ def _interpret_object(node: Mapping[str, object], value: Mapping[str, object], n
 InitialPoint = Mapping[str, object]
 
 
-def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
+def validate_initial_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
     """Return `points_to_evaluate` as plain JSON; raise `InvalidInput` if a point is not an object of plain values."""
     copies = [to_plain_node(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
     for index, point in enumerate(copies):
@@ -345,17 +345,17 @@ def validate_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], 
     return tuple(cast("list[dict[str, object]]", copies))
 
 
-def fixed_parameters(point: InitialPoint, space: Mapping[str, object]) -> dict[str, object]:
+def get_fixed_parameters(point: InitialPoint, space: Mapping[str, object]) -> dict[str, object]:
     """Return the values and option indexes that `point` fixes, by parameter name.
 
     Raises:
         InvalidInput: the point is outside of the space.
     """
-    readings = list(read_config(space, point))
+    readings = list(interpret_config(space, point))
     for reading in readings:
         if isinstance(reading, ParameterMismatch):
             raise InvalidInput(
                 f"points_to_evaluate: {reading.name}: expected {reading.expected}, found {reading.actual!r}, "
                 f"in {dict(point)!r}; correct the point, or widen the space"
             )
-    return {reading.name: reading.value for reading in readings if isinstance(reading, ParameterFound)}
+    return {reading.name: reading.value for reading in readings if isinstance(reading, ParameterMatch)}

@@ -107,7 +107,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
     Raises:
         InvalidInput: the space is invalid, or a function of `sample_from` cannot be imported by name.
     """
-    return {key: node_to_json(node, child_path("", key)) for key, node in validate_space(space).items()}
+    return {key: space_node_to_json(node, child_path("", key)) for key, node in validate_space(space).items()}
 
 
 class _SpaceReader:
@@ -244,11 +244,11 @@ def _make_domain(
         raise InvalidInput(f"{where}: {error}") from error
 
 
-def node_to_json(node: object, where: str) -> Json:
+def space_node_to_json(node: object, where: str) -> Json:
     """Return the JSON of a part of a valid space. Raises like `space_to_json`."""
     match node:
         case Float() | Integer() | Normal():
-            keyword, arguments = domains.constructor_call(node)
+            keyword, arguments = domains.get_constructor_call(node)
             return {keyword: list(arguments)}
         case Grid():
             return {"grid_search": _options_to_json(node, where)}
@@ -259,17 +259,17 @@ def node_to_json(node: object, where: str) -> Json:
         case SampleFrom():
             return {"sample_from": _require_function_path(node, where)}
         case dict():
-            document = {key: node_to_json(child, child_path(where, key)) for key, child in node.items()}
+            document = {key: space_node_to_json(child, child_path(where, key)) for key, child in node.items()}
             is_ambiguous = _find_domain_keyword(node) or match_option_class(node) or node.keys() & OPTION_FIELDS.keys()
             return {"space": document} if is_ambiguous else document
         case list():
-            return [node_to_json(child, child_path(where, index)) for index, child in enumerate(node)]
+            return [space_node_to_json(child, child_path(where, index)) for index, child in enumerate(node)]
         case _:
             return cast("Json", node)
 
 
 def _options_to_json(node: Branch, where: str) -> list[Json]:
-    return [node_to_json(child, option_path(where, index)) for index, child in enumerate(node.options)]
+    return [space_node_to_json(child, option_path(where, index)) for index, child in enumerate(node.options)]
 
 
 def _require_function_path(node: SampleFrom, where: str) -> str:
@@ -304,7 +304,7 @@ class NamedOptions(HasJsonForm):
                 continue
             kind = field.metadata.get("json")
             item = value.total_seconds() if kind == "seconds" else space_to_json(value) if kind == "space" else value
-            form[name][option_name(field)] = item
+            form[name][get_json_key(field)] = item
         try:
             canonical_json(form)
         except (TypeError, ValueError):
@@ -312,6 +312,6 @@ class NamedOptions(HasJsonForm):
         return form
 
 
-def option_name(field: Field[Any]) -> str:
+def get_json_key(field: Field[Any]) -> str:
     """Return the name of a field in JSON."""
     return f"{field.name}_seconds" if field.metadata.get("json") == "seconds" else field.name

@@ -15,7 +15,7 @@ from prefect_tune.core.display_text import format_size
 from prefect_tune.core.errors import InvalidInput, ObjectNotFound, UnknownVersion
 from prefect_tune.core.storage.layout import list_document_paths
 from prefect_tune.core.storage.object_store import Buffer, ObjectStore
-from prefect_tune.core.values import Value, canonical_json, digest_of, parse_json
+from prefect_tune.core.values import Value, canonical_json, hash_bytes, parse_json
 
 MAX_DOCUMENT_BYTES = 512 * 1024 * 1024
 """No larger document is written; a larger object is damaged or foreign, and is not read."""
@@ -156,7 +156,7 @@ def verify_document(
     except (ValueError, RecursionError):
         bare, sealed = b"", b""  # a NaN or infinite nesting: `seal` writes neither
     if sealed != data:
-        mismatch = f"expected digest {str(stored_digest)[:12]}…, found {digest_of(bare)[:12]}… ({len(data)} bytes)"
+        mismatch = f"expected digest {str(stored_digest)[:12]}…, found {hash_bytes(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")
     if type(version) is not int or version < 1:
         raise error(f"{where}: version: expected a number from 1 to {current}, found {version!r}")
@@ -199,7 +199,7 @@ def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
     before = canonical_json({key: value for key, value in body.items() if key < _DIGEST_KEY})[1:-1]
     after = canonical_json({key: value for key, value in body.items() if key > _DIGEST_KEY})[1:-1]
     bare = join_members(before, after)
-    return bare, join_members(before, f'"{_DIGEST_KEY}":"{digest_of(bare)}"'.encode(), after)
+    return bare, join_members(before, f'"{_DIGEST_KEY}":"{hash_bytes(bare)}"'.encode(), after)
 
 
 # Sign and verify settings: a valid signature proves that a process with the key wrote them.

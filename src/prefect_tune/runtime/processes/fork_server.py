@@ -42,18 +42,18 @@ from prefect_tune.core.display_text import first_line, pluralize
 from prefect_tune.core.messages.process_messages import FORK_REQUEST, IMPORT_REQUEST, TEMPLATE_READY, ImportRequest
 from prefect_tune.linux import (
     become_subreaper,
-    children_of,
     close_other_descriptors,
-    command_of,
     die_with_parent,
     drain_pipe,
+    find_children,
+    get_cmdline,
     list_descriptors,
-    list_other_threads,
-    open_pidfds,
+    list_other_thread_names,
     open_sigchld_pipe,
     poll_readable,
     send_signal,
     set_process_name,
+    try_open_pidfd,
 )
 from prefect_tune.runtime import checkpoint  # noqa: F401 - for the trials: `pt.Checkpoint`
 from prefect_tune.runtime.load_named import load_definitions_for_spawn, load_trainable, prepend_import_path
@@ -104,7 +104,7 @@ class _ForkRequest:
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
     """Serve fork requests on the socket `control_fd` until its other end is closed or the supervisor exits."""
-    supervisor_fds = open_pidfds(supervisor)
+    supervisor_fds = try_open_pidfd(supervisor)
     if os.getppid() != supervisor:
         return None  # the supervisor exited before the pidfd was opened
     set_process_name(b"tune-forkserver")
@@ -152,7 +152,7 @@ def _reap_subreapers(sigchld_fd: int, subreapers: set[int]) -> bool:
             is_subreaper = exited[0] in subreapers
             subreapers.discard(exited[0])
             if not is_subreaper or exited[1] != 0:
-                send_signal(signal.SIGKILL, children_of(os.getpid()) - subreapers)
+                send_signal(signal.SIGKILL, find_children(os.getpid()) - subreapers)
         return True
     return False
 
@@ -204,11 +204,11 @@ def _end_descendants(sigchld_fd: int) -> None:
     started_at = time.monotonic()
     terminated: set[int] = set()
     while _reap_children() and (waited := timedelta(seconds=time.monotonic() - started_at)) < _DESCENDANTS_TIMEOUT:
-        children = children_of(os.getpid())  # includes descendants whose parent has just exited
+        children = find_children(os.getpid())  # includes descendants whose parent has just exited
         send_signal(signal.SIGTERM, children - terminated)
         terminated |= children
         if waited >= _TERM_TIMEOUT:
-            trackers = {pid for pid in children if waited < _TRACKER_TIMEOUT and _TRACKER_NAME in command_of(pid)}
+            trackers = {pid for pid in children if waited < _TRACKER_TIMEOUT and _TRACKER_NAME in get_cmdline(pid)}
             send_signal(signal.SIGKILL, children - trackers)
         if poll_readable([sigchld_fd], _POLL_INTERVAL):
             drain_pipe(sigchld_fd)
@@ -258,7 +258,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
     install_printing_loggers()
     reason = _preload_trainable(import_request)
     control.send((reason or TEMPLATE_READY).encode("utf-8", "replace")[:_MAX_STATUS_BYTES])
-    return None if reason else partial(_serve_fork_requests, control, open_pidfds(import_request.supervisor))
+    return None if reason else partial(_serve_fork_requests, control, try_open_pidfd(import_request.supervisor))
 
 
 def _fork_child(request: _ForkRequest) -> int:
@@ -285,7 +285,7 @@ def _fork_child(request: _ForkRequest) -> int:
         return 0 if is_safe else os._exit(1)
     os.close(read_fd)
     if threads := _list_unsafe_threads():
-        send_signal(signal.SIGKILL, {child, *children_of(child)})
+        send_signal(signal.SIGKILL, {child, *find_children(child)})
         os.waitpid(child, 0)
         _send_status(request.status_fd, "unsafe", f"other threads run during its forks: {', '.join(threads)}")
     else:
@@ -359,7 +359,7 @@ def _warm_up_optimizer(trainable: object) -> None:
 
 def _list_unsafe_threads() -> list[str]:
     """Return the names of other threads of Python; if there are none, the names of threads that libraries started."""
-    if not (others := [name for name in list_other_threads() if name not in _FORK_SAFE_THREADS]):
+    if not (others := [name for name in list_other_thread_names() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")
     unnamed_text = [pluralize(unnamed, "unnamed library thread", "unnamed library threads")] * bool(unnamed)

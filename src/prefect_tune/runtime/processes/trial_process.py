@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 from prefect_tune.core.experiment.stoppers import Never, Stopper
 from prefect_tune.core.journal_events import AttemptEnded, TrialFinished
 from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrainingEnded
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.runtime.group_session import join_as_rank, make_session
 from prefect_tune.runtime.load_named import (
     load_definitions_for_spawn,
@@ -332,7 +332,7 @@ def _get_source_digest(trainable: type | TrainFunction) -> str:
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
     with suppress(Exception):  # there is no source, the file was edited, or Python 3.11 parses in another thread
-        return digest_of(inspect.getsource(trainable).encode())[:16]
+        return hash_bytes(inspect.getsource(trainable).encode())[:16]
     return ""
 
 

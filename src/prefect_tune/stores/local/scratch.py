@@ -35,7 +35,7 @@ from uuid import uuid4
 from filelock import FileLock, Timeout
 
 from prefect_tune.core.errors import DeadlineExceeded, InvalidInput, StoreRefused
-from prefect_tune.linux import boot_id, is_linux
+from prefect_tune.linux import read_boot_id, uses_linux_calls
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.local.staging import METADATA_FILE, compute_stat_digest, replace_file
 from prefect_tune.stores.posix_store import remove_tree
@@ -83,7 +83,7 @@ def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timede
 
 _LINK_PREFIX = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
-_MAX_SOCKET_BYTES = 107 if is_linux() else 103  # of a socket's path
+_MAX_SOCKET_BYTES = 107 if uses_linux_calls() else 103  # of a socket's path
 # A socket's path below a scratch directory: two numbers, then PyTorch's "/torch-shm-dir-XXXXXX/manager.sock" (34 bytes)
 # or multiprocessing's 32 bytes.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
@@ -186,7 +186,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
     """
     locks = make_user_folder() / "node"
     locks.mkdir(mode=0o700, exist_ok=True)
-    lock_name = f"{socket.gethostname()}.{boot_id()} {name}"  # machines may share their temporary folder
+    lock_name = f"{socket.gethostname()}.{read_boot_id()} {name}"  # machines may share their temporary folder
     folder = locks / hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()
     lock = FileLock(f"{folder}.lock")
     try:

@@ -40,7 +40,7 @@ from prefect_tune.core.errors import (
 from prefect_tune.core.restore import restore_files
 from prefect_tune.core.storage.documents import MAX_DOCUMENT_BYTES
 from prefect_tune.core.storage.object_store import ListedObject, ObjectStore, is_normalized_path, is_path_too_long
-from prefect_tune.core.values import digest_of
+from prefect_tune.core.values import hash_bytes
 from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
 
@@ -190,7 +190,7 @@ def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     def has_same_digest(pair: tuple[FileRange, ChunkRef]) -> bool:
         buffer = memoryview(bytearray(pair[0].length))
         source.read_into(pair[0], buffer)
-        return digest_of(buffer) == pair[1].digest
+        return hash_bytes(buffer) == pair[1].digest
 
     return all(parallel_map(has_same_digest, chunks))
 
@@ -288,7 +288,7 @@ def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
     parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
-    chunks = tuple(ChunkRef(blob=0, offset=start, length=len(part), digest=digest_of(part)) for start, part in parts)
+    chunks = tuple(ChunkRef(blob=0, offset=start, length=len(part), digest=hash_bytes(part)) for start, part in parts)
     last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=chunks)
     files = (file for file in manifest.files if file.path != METADATA_FILE)
     return manifest.model_copy(update={"files": (*files, last)})
