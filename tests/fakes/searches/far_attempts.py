@@ -68,7 +68,7 @@ class FarMachines:
 
         return wait
 
-    def cancel_unstarted(self) -> None:
+    def cancel_unstarted_attempts(self) -> None:
         self.is_withdrawn = True
 
     def end(self, trial: str) -> None:
