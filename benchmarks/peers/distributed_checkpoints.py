@@ -139,7 +139,7 @@ def _open_checkpoint(act: _Act) -> Any:
     target = blocks.S3Target(bucket=BUCKET, endpoint_url=act.endpoint, region="us-east-1", allow_http=True, **keys)
     trial = layout.TrialKey(experiment="experiment", generation=1, trial="trial")
     key = layout.CheckpointKey(trial=trial, step=act.step, sequence=act.step)
-    return checkpoint.Checkpoint._on_target(target.open, target.uri, key)  # noqa: SLF001  as results.checkpoint does
+    return checkpoint.Checkpoint._from_target(target.open, target.uri, key)  # noqa: SLF001  as results.checkpoint does
 
 
 def _rank_main(act: _Act, rank: int) -> None:

@@ -100,7 +100,7 @@ def test_an_honest_store_passes_and_is_left_empty() -> None:
 
 
 def test_a_store_that_says_it_serves_one_runner_is_believed() -> None:
-    result = check_store(make_store_class(conditional_create=False))
+    result = check_store(make_store_class(has_conditional_create=False))
     assert (result.ok, result.conditional_create) == (True, False)
     assert "ONE RUNNER ONLY" in result.message
 

@@ -184,9 +184,9 @@ _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(
     [
         ([{"phase": Phase.RUNNING, "step": 3}], {}, 7 + 10),
         ([{"phase": Phase.FINISHED, "step": 6}], {}, 6),
-        ([{"phase": Phase.FINISHED, "step": 6}, {"phase": Phase.RUNNING, "step": 2}], {"step_count": None}, 4),
-        ([{"phase": Phase.RUNNING, "step": 2}], {"step_count": None}, None),
-        ([{"phase": Phase.ERRORED, "step": 6}], {"step_count": None}, None),
+        ([{"phase": Phase.FINISHED, "step": 6}, {"phase": Phase.RUNNING, "step": 2}], {"max_steps": None}, 4),
+        ([{"phase": Phase.RUNNING, "step": 2}], {"max_steps": None}, None),
+        ([{"phase": Phase.ERRORED, "step": 6}], {"max_steps": None}, None),
         ([{"phase": Phase.RUNNING, "step": 2}], {"trial_count": None}, None),
         ([{**_PAUSED_AT_4, "phase": Phase.PENDING}], {}, 6 + 10),
         ([_PAUSED_AT_4], {}, 6 + 10),

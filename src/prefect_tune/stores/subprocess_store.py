@@ -253,7 +253,7 @@ def _serve_requests(connection: Connection) -> None:
         try:
             if method == "open":
                 store = _open_store(*arguments)
-                reply = "value", store.conditional_create
+                reply = "value", store.has_conditional_create
             elif method == "replace":
                 pieces = iter(connection.recv_bytes, b"")
                 try:

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_credentials_that_only_read(
     def refuse(*_: object, **__: object) -> None:
         raise pt.StoreRefused("read only")
 
-    caller.patch.setattr(checkpoints, "quarantine", refuse)
+    caller.patch.setattr(checkpoints, "quarantine_in_journal", refuse)
     with caplog.at_level(logging.WARNING, "prefect_tune"):
         restored = caller.restore_checkpoint()
     assert restored is not None
