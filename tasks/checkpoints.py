@@ -533,8 +533,9 @@ def delete_checkpoint(
 
     The flow run then owns the experiment, as after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
-    goes back to the previous checkpoint, and may save the step again. If the trial is running, its next attempt begins
-    at once, so that `show` and results show the previous checkpoint. For `timeout_seconds`, see `save_checkpoint`.
+    goes back to the previous checkpoint, and may save the step again. If the trial is running, the journal begins its
+    next attempt from the previous checkpoint at once, so that `show` and results show that checkpoint.
+    For `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     pt.delete_checkpoint(target="runs", experiment="descent", step=1)

@@ -80,7 +80,7 @@ def current_cell_output() -> CellOutput | None:
 
 
 @contextmanager
-def search_output(flow: str) -> Iterator[None]:
+def showing_search_output(flow: str) -> Iterator[None]:
     """In a notebook, display that the flow is starting, and hide Prefect's log; outside a notebook, do nothing.
 
     Raises:
@@ -230,7 +230,7 @@ def render_progress_html(state: ProgressState, status: CellStatus, error: str, l
         case CellStatus.DONE:
             headline = [f"done {after}"]
         case CellStatus.INTERRUPTED:
-            same_name = Verbatim(f"experiment={state.estimate.experiment!r}")
+            same_name = Verbatim(f"experiment={state.extent.experiment!r}")
             headline = [f"interrupted {after}. To resume it, run the cell again with ", same_name]
         case CellStatus.FAILED:
             headline = [f"failed {after}: {error}"]

@@ -24,7 +24,7 @@ from prefect.runtime import flow_run
 from prefect.states import Suspended
 from pydantic import Field, ValidationError, create_model
 
-from prefect_tune.attempt.graceful_stop import send_log
+from prefect_tune.attempt.graceful_stop import flush_log
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.blocks import StorageTarget
 from prefect_tune.blocks.resolve_target import current_deployment_id
@@ -507,7 +507,7 @@ def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
         is_interrupt = isinstance(interrupt, KeyboardInterrupt)
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
             get_run_logger().warning("%s", message)
-            send_log()
+            flush_log()
         if is_interrupt:  # the last line of a script, and the message of the run's state
             raise KeyboardInterrupt(message) from None
         raise

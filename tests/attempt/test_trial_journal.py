@@ -149,7 +149,7 @@ def test_what_an_attempt_waits_for_when_its_search_fails_is_written(tmp_path: Pa
 
 def test_what_attempts_have_submitted_beside_a_message_that_fails_the_search_is_written(tmp_path: Path) -> None:
     def ask_and_commit(journal: SubmittingJournal) -> None:
-        search.executor._channels[TRIAL.trial].await_decision(REPORTED.report)
+        search.executor._channels[TRIAL.trial].expect_decision(REPORTED.report)
         journal.write([REPORTED, COMMITTED])
 
     def poll(timeout: timedelta) -> Sequence[object]:

@@ -412,8 +412,8 @@ class RemoteTrial:
         with self.target.open(timeout=timedelta(seconds=9)) as store:
             write_answer(store, KEY, 1, step, answer)
 
-    def await_decision(self, step: int) -> None:
-        self.channel.await_decision(StepReport(step=step, metrics={}))
+    def expect_decision(self, step: int) -> None:
+        self.channel.expect_decision(StepReport(step=step, metrics={}))
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def test_a_trial_whose_reads_are_refused_for_a_while_gets_the_answer_later_and_w
 
     with caplog.at_level(logging.WARNING, logger="prefect_tune"):
         monkeypatch.setattr(PosixStore, "read", refuse)
-        remote.await_decision(3)
+        remote.expect_decision(3)
         wait_until(lambda: not refusals)
         remote.send_answer(CONTINUE, 3)
         wait_until(lambda: remote.received)
@@ -451,7 +451,7 @@ def test_a_trial_whose_answer_cannot_be_read_saves_and_ends(remote: RemoteTrial,
     path = Path(remote.target.path) / KEY.answer_path(1, 3)
     path.parent.mkdir(parents=True)
     path.write_bytes(damaged)
-    remote.await_decision(3)
+    remote.expect_decision(3)
     wait_until(remote.channel.run_stop.is_set)
     assert remote.received == []
 
@@ -462,7 +462,7 @@ def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_s
     """After a killed search of a task runner, the next one trains the trial elsewhere."""
     state = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
     remote.channel.make_journal(make_spec(remote.target), AttemptRequest(search_term=1, trial=state))
-    remote.await_decision(3)
+    remote.expect_decision(3)
     with remote.target.open(timeout=timedelta(seconds=9)) as store:
         close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
     wait_until(remote.channel.run_stop.is_set)
@@ -480,16 +480,16 @@ def test_a_trial_gets_its_answers_after_an_error_of_its_machine(
         return read(store, path, **part)
 
     monkeypatch.setattr(PosixStore, "read", fail)
-    remote.await_decision(3)
+    remote.expect_decision(3)
     remote.send_answer(CONTINUE, 3)
     wait_until(lambda: remote.received == [CONTINUE])
 
 
 def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(remote: RemoteTrial) -> None:
-    remote.await_decision(2)
+    remote.expect_decision(2)
     remote.channel.close()
     remote.channel.start_polling()
-    remote.await_decision(3)
+    remote.expect_decision(3)
     remote.send_answer(CONTINUE, 3)
     wait_until(lambda: remote.received == [CONTINUE])
 
@@ -497,7 +497,7 @@ def test_a_retry_of_the_task_gets_answers_through_the_link_that_was_closed(remot
 def test_an_answer_without_a_question_is_delivered_once(remote: RemoteTrial) -> None:
     remote.send_answer(STOP)
     wait_until(lambda: remote.received)
-    remote.await_decision(3)
+    remote.expect_decision(3)
     time.sleep(0.2)
     remote.send_answer(CONTINUE, 3)
     wait_until(lambda: CONTINUE in remote.received)

@@ -36,7 +36,7 @@ from prefect_tune.monitoring.live_report import ArtifactContent, ArtifactPublish
 from prefect_tune.monitoring.search_observer import ObserverGroup, SearchRecorder
 from prefect_tune.reporting.page import make_page
 from prefect_tune.terminal.formatting import format_cell
-from prefect_tune.terminal.progress_view import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchExtent
 from tests.fakes.searches.journal_builder import JournalBuilder
 from tests.fakes.servers.tcp_proxy import TcpProxy
 from tests.fakes.trial_processes import wait_until
@@ -132,7 +132,7 @@ def test_what_a_killed_run_left_of_its_trials_is_deleted_by_the_next_one_on_the_
     results = run_search(tmp_path, "killed")
     uri = results.target.uri
     own_keys, other_keys = (
-        [live_report._make_progress_key(results.experiment, trial, target_uri) for trial in ("00000", "00002")]
+        [live_report._make_progress_artifact_key(results.experiment, trial, target_uri) for trial in ("00000", "00002")]
         for target_uri in (uri, f"{uri}-2")
     )
     other_keys.append("progress-killed-again")
@@ -191,7 +191,7 @@ def test_while_it_runs_the_report_and_the_progress_are_kept_current_in_place(tmp
 def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_path: Path) -> None:
     search = JournalBuilder(name="endless")
     recorder = SearchRecorder(search.state)
-    observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, SearchEstimate("endless"), LOG)
+    observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, SearchExtent("endless"), LOG)
     added = TrialAdded(trial="0", config={"x": 1})
     search.record(added)
     ObserverGroup([recorder, observer], LOG).on_event(added, search.state)
@@ -203,7 +203,7 @@ def test_where_it_is_not_known_how_far_there_is_to_go_there_is_no_progress(tmp_p
 def test_a_trial_that_begins_while_the_report_is_drawn_is_on_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    search, plan = JournalBuilder(name="hurried"), SearchEstimate("hurried", trial_count=3, max_steps=9)
+    search, plan = JournalBuilder(name="hurried"), SearchExtent("hurried", trial_count=3, max_steps=9)
     recorder = SearchRecorder(search.state)
     observer = live_report.ReportObserver(LocalTarget(path=str(tmp_path)), recorder, plan, LOG)
     observers = ObserverGroup([recorder, observer], LOG)

@@ -40,7 +40,7 @@ from prefect_tune.core.search.objective import Mode, make_objective
 from prefect_tune.core.values import StepReport
 from prefect_tune.monitoring.progress import ProgressObserver, SearchLog, showing_progress
 from prefect_tune.monitoring.search_observer import SearchRecorder
-from prefect_tune.terminal.progress_view import SearchEstimate, collect_progress_facts, render_progress_line
+from prefect_tune.terminal.progress_view import SearchExtent, collect_progress_facts, render_progress_line
 from prefect_tune.tuner.search_policy import make_finish_event
 from tests.fakes.checkpoints import first_generation
 from tests.fakes.outcomes import make_failure
@@ -59,10 +59,10 @@ def _info_level(caplog: pytest.LogCaptureFixture) -> None:
 class RunningSearch:
     """The progress of an experiment with one running trial, whose lines are due at once."""
 
-    def __init__(self, estimate: SearchEstimate | None = None, period: timedelta = timedelta(0)) -> None:
+    def __init__(self, extent: SearchExtent | None = None, period: timedelta = timedelta(0)) -> None:
         events = [TrialAdded(trial="0", config={}), AttemptStarted(trial="0", attempt=1, from_step=0)]
         self._state = apply_events(make_empty_experiment(first_generation("e")), events)
-        self._view = TrackedProgress(self._state, estimate or SearchEstimate("e"), 0.0, datetime.now(UTC))
+        self._view = TrackedProgress(self._state, extent or SearchExtent("e"), 0.0, datetime.now(UTC))
         self.progress = ProgressObserver(self._view, LOG, log_period=period)
 
     def report(self, step: int) -> None:
@@ -90,7 +90,7 @@ def test_where_nobody_sees_it_the_log_has_a_line_now_and_then(caplog: pytest.Log
 def test_a_single_training_logs_its_metrics_now_and_then_and_its_end_only_after_a_display(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    search = RunningSearch(SearchEstimate("e", None, 1, 80, is_training=True))
+    search = RunningSearch(SearchExtent("e", None, 1, 80, is_training=True))
     search.report(7)
     (message,) = caplog.messages
     assert message.startswith("e: step 7 of 80, loss 0.5 after ")
@@ -103,12 +103,12 @@ def test_a_single_training_logs_its_metrics_now_and_then_and_its_end_only_after_
 def test_in_the_end_there_is_one_line_unless_the_search_broke_and_a_warning_of_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    nothing, estimate = make_empty_experiment(first_generation("e")), SearchEstimate("e", trial_count=3)
+    nothing, extent = make_empty_experiment(first_generation("e")), SearchExtent("e", trial_count=3)
     error = TrialErrored(trial="0", cause=Cause.TRAINABLE, reason="no")
     for state in (nothing, apply_events(nothing, [TrialAdded(trial="0", config={}), error])):
-        with showing_progress(SearchRecorder(state), estimate, (), LOG, threading.Event(), in_terminal=True):
+        with showing_progress(SearchRecorder(state), extent, (), LOG, threading.Event(), in_terminal=True):
             pass
-    broken = showing_progress(SearchRecorder(nothing), estimate, (), LOG, threading.Event(), in_terminal=True)
+    broken = showing_progress(SearchRecorder(nothing), extent, (), LOG, threading.Event(), in_terminal=True)
     with pytest.raises(ZeroDivisionError), broken:
         raise ZeroDivisionError
     assert [(record.levelname, record.message) for record in caplog.records] == [
@@ -277,10 +277,10 @@ def test_log_table_and_results_compare_last_reports(caplog: pytest.LogCaptureFix
     assert "accuracy 0.9 (best so far): " in first
     assert "; checkpoint of step 2 (the best one is of step 1, accuracy 0.95): s3://" in first
     assert "accuracy 0.8 (best: 0.9, trial 00001): " in second
-    estimate = SearchEstimate("e", make_objective("accuracy", "max"))
-    tracker = TrackedProgress(search.state, estimate, 0.0, datetime.now(UTC))
+    extent = SearchExtent("e", make_objective("accuracy", "max"))
+    tracker = TrackedProgress(search.state, extent, 0.0, datetime.now(UTC))
     assert "; best: trial 00001, accuracy 0.9" in render_progress_line(tracker.read_state(1.0))
-    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), estimate.objective)
+    results = pt.Results(search.state, pt.LocalTarget(path=str(tmp_path)), extent.objective)
     assert results.best.id == "00001"
 
 
@@ -294,7 +294,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     others = StepReported(trial="00004", report=StepReport(step=2, metrics={"loss": 0.7}))
     search.apply(others, TrialPaused(trial="00004", reason="turn"))
     assert "loss 0.7 (best: 0.5, trial 00003): turn" in caplog.messages[-1]
-    tracker = TrackedProgress(search.state, SearchEstimate("e", make_objective("loss", "min")), 0.0, datetime.now(UTC))
+    tracker = TrackedProgress(search.state, SearchExtent("e", make_objective("loss", "min")), 0.0, datetime.now(UTC))
     assert "best: trial 00003, loss 0.5" in render_progress_line(tracker.read_state(1.0))
     worse = StepReported(trial=T, report=StepReport(step=3, metrics={"loss": 0.9}))
     search.apply(worse)

@@ -33,7 +33,7 @@ from prefect_tune.notebook import (
 )
 from prefect_tune.reporting.facts import ReportInput, make_report_input
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import Note, ProgressState, SearchEstimate
+from prefect_tune.terminal.progress_view import Note, ProgressState, SearchExtent
 from tests.fakes.checkpoints import write_files
 from tests.fakes.html_tags import Tags
 from tests.fakes.kernels import read_notebook, run_notebook
@@ -54,7 +54,7 @@ def make_trial(number: int, status: Phase = Phase.FINISHED, **more: object) -> T
 
 def make_state(**changes: object) -> ProgressState:
     fields = {
-        "estimate": SearchEstimate("first", LOSS, trial_count=20),
+        "extent": SearchExtent("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: 1, Status.COMPLETED: 2, Status.ERRORED: 7},
         "running": [make_trial(3, Phase.RUNNING)],

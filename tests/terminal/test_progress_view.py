@@ -34,7 +34,7 @@ from prefect_tune.core.values import StepReport
 from prefect_tune.terminal.progress_view import (
     Note,
     ProgressState,
-    SearchEstimate,
+    SearchExtent,
     estimate_remaining_steps,
     fit_columns,
     render_progress,
@@ -52,9 +52,9 @@ LOSS = Objective(metrics=("loss",), modes=("min",))
 class Search:
     """Sends events to a tracker, as a driver does."""
 
-    def __init__(self, estimate: SearchEstimate, experiment: Experiment | None = None) -> None:
+    def __init__(self, extent: SearchExtent, experiment: Experiment | None = None) -> None:
         self.experiment = experiment or make_empty_experiment(first_generation("e"))
-        self.tracker = TrackedProgress(self.experiment, estimate, 0.0, NOON)
+        self.tracker = TrackedProgress(self.experiment, extent, 0.0, NOON)
 
     def apply(self, *events: Event) -> None:
         for event in events:
@@ -76,7 +76,7 @@ def make_report(step: int, loss: float) -> StepReport:
 
 @pytest.fixture
 def search() -> Search:
-    return Search(SearchEstimate("e", LOSS, trial_count=4, max_steps=10))
+    return Search(SearchExtent("e", LOSS, trial_count=4, max_steps=10))
 
 
 def test_trials_are_counted_by_state(search: Search) -> None:
@@ -135,7 +135,7 @@ def test_rungs_tell_how_many_trials_were_judged_where_also_before_this_run(searc
     for trial, step in (("0", 1), ("1", 1), ("0", 3)):
         search.apply(DecisionMade(trial=trial, report=make_report(step, 0.5), decision=Continue()))
     assert search.tracker.read_state(1.0).rungs == {1: 2, 3: 1}
-    assert Search(SearchEstimate("e"), search.experiment).tracker.read_state(0.0).rungs == {1: 2, 3: 1}
+    assert Search(SearchExtent("e"), search.experiment).tracker.read_state(0.0).rungs == {1: 2, 3: 1}
 
 
 def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(search: Search) -> None:
@@ -152,7 +152,7 @@ def test_the_time_left_is_that_of_the_remaining_steps_at_the_pace_of_this_run(se
 
 
 def test_nothing_takes_longer_than_the_time_budget() -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=100, max_steps=10, time_budget=timedelta(seconds=30)))
+    search = Search(SearchExtent("e", LOSS, trial_count=100, max_steps=10, time_budget=timedelta(seconds=30)))
     assert search.tracker.read_state(10.0).time_left == timedelta(seconds=20)
     search.start_trials("0")
     search.report("0", 1, 0.5)
@@ -162,7 +162,7 @@ def test_nothing_takes_longer_than_the_time_budget() -> None:
 
 @pytest.mark.parametrize("steps", [sys.maxsize, 10**400], ids=["maxsize", "no float"])
 def test_a_number_of_steps_that_is_no_limit_gives_no_estimate(steps: int) -> None:
-    search = Search(SearchEstimate("e", LOSS, trial_count=4, max_steps=steps))
+    search = Search(SearchExtent("e", LOSS, trial_count=4, max_steps=steps))
     search.start_trials("0")
     search.report("0", 1, 0.5)
     assert search.tracker.read_state(10.0).time_left is None
@@ -196,9 +196,9 @@ _PAUSED_AT_4 = {"phase": Phase.PAUSED, "step": 5, "checkpoints": (CheckpointRef(
 def test_the_remaining_steps_are_unknown_where_trials_are_promoted_or_the_search_has_no_end(
     trials: list[dict[str, object]], changes: dict[str, object], steps: float | None
 ) -> None:
-    estimate = replace(SearchEstimate("e", trial_count=2, max_steps=10), **changes)
+    extent = replace(SearchExtent("e", trial_count=2, max_steps=10), **changes)
     search_trials = [Trial(id=str(number), config={}, **fields) for number, fields in enumerate(trials)]
-    assert estimate_remaining_steps(search_trials, estimate) == steps
+    assert estimate_remaining_steps(search_trials, extent) == steps
 
 
 def test_a_population_resumes_all_that_it_pauses_and_a_promotion_search_some() -> None:
@@ -215,7 +215,7 @@ def make_trial(number: int, phase: Phase) -> Trial:
 
 def make_state(running: int = 2, finished: int = 3, **changes: object) -> ProgressState:
     fields = {
-        "estimate": SearchEstimate("first", LOSS, trial_count=20),
+        "extent": SearchExtent("first", LOSS, trial_count=20),
         "elapsed": timedelta(seconds=200),
         "counts": {Status.RUNNING: running, Status.COMPLETED: finished},
         "reports_per_second": 12.345,
@@ -290,7 +290,7 @@ def make_training(**changes: object) -> ProgressState:
     saved = (CheckpointRef(step=10, sequence=3),)
     more = {"step": 12, "attempt": 2, "checkpoints": saved, "metrics": {"loss": 0.5, "eval": {"accuracy": 0.75}}}
     fields = {
-        "estimate": SearchEstimate("first", None, 1, 80, is_training=True),
+        "extent": SearchExtent("first", None, 1, 80, is_training=True),
         "running": [make_trial(1, Phase.RUNNING).model_copy(update={**more, "config": {"lr": 0.1}})],
         "others": [],
         "best": None,

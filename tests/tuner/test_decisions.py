@@ -83,7 +83,7 @@ class FailingTrial:
             self.entry.add_event(
                 CheckpointCommitted(trial=_TRIAL, checkpoint=CheckpointRef(step=sequence, sequence=sequence))
             )
-        self.failure_handler.count_lost_attempt(_TRIAL, self.error)
+        self.failure_handler.retry_lost_attempt(_TRIAL, self.error)
         if self.ready_queue:
             self.ready_queue.clear()
             self.entry.add_event(AttemptEnded(trial=_TRIAL, cause=Cause.MACHINE, reason=make_reason("owner-vanished")))

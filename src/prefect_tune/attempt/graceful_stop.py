@@ -90,12 +90,12 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
                 raise
             finally:
                 abandoned.set()
-            send_log()
+            flush_log()
             raise
     return done.result()
 
 
-def send_log() -> None:
+def flush_log() -> None:
     """Send the queued log lines to the Prefect server; take 5 s at most.
 
     Prefect sends them every 2 s and at the interpreter's exit. After SIGTERM there is no such exit: Prefect raises the

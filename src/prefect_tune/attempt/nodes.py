@@ -451,7 +451,7 @@ def _connect_to_node_0(
             reachable_until = reachable_until or Deadline.after(NODE_TIMEOUT)
             if not reachable_until.remaining_seconds:
                 return make_reason("node-silent", node=0, seconds=NODE_TIMEOUT.total_seconds())
-        if poll_count % 10 == 9 and _check_attempt_ended(spec, request):
+        if poll_count % 10 == 9 and _has_attempt_ended(spec, request):
             return make_reason("node-not-needed")
         poll_count += 1
         if stop.wait(_ADDRESS_POLL_SECONDS):
@@ -469,7 +469,7 @@ def _open_connection(address: NodeAddress, key: bytes) -> Connection:
     return connection
 
 
-def _check_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
+def _has_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
     """Read the journal; return whether the requested attempt is over. Return False if the target fails."""
     try:
         trial = read_experiment(spec.target, spec.trial.journal_key).trials.get(spec.trial.trial)

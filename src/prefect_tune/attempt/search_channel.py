@@ -258,7 +258,7 @@ class SearchChannel(ABC):
         """Open a process in which the attempt trains."""
 
     @abstractmethod
-    def await_decision(self, report: StepReport) -> None:
+    def expect_decision(self, report: StepReport) -> None:
         """Expect a decision about this report; never blocks. Within one process, this call also requests it."""
 
     def start_polling(self) -> None:  # noqa: B027 - within one process, the driver sets `run_stop`
@@ -303,5 +303,5 @@ class InProcessChannel(SearchChannel):
             self._journal = SubmittingJournal(request.trial, self._receive)
         return self._journal
 
-    def await_decision(self, report: StepReport) -> None:
+    def expect_decision(self, report: StepReport) -> None:
         self._receive(DecisionAwaited(self.trial, report))

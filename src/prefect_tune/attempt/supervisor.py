@@ -5,7 +5,7 @@ A single process is rank 0. Of several processes, rank 0 reports and decides; th
     rank 0: StepDone(s, its directory) ─┐
     rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
     rank 2: CheckpointPart, no files   ─┘    deadline, or a rank has ended ──► this save fails on all ranks
-    rank 0: RankCommand(s) ──► all other ranks: save now, or go on (then step s is closed: it gets no more parts)
+    rank 0: RankCommand(s) ──► all other ranks: save now, or go on (step s is closed: it gets no new checkpoint)
 
 Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
 metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
@@ -174,7 +174,7 @@ class _Supervisor:
                 self._on_loaded(rank, message)
             case MilestoneReached(report=report):
                 self._awaits_decision = True
-                self._channel.await_decision(report)
+                self._channel.expect_decision(report)
             case StepDone() if rank == PARENT_RANK:
                 raise InvalidInput(_REPORTS_TWICE)
             case StepDone():
@@ -243,7 +243,7 @@ class _Supervisor:
             self._commit_worker.queue_flush()
         self._awaits_decision = done.awaits_decision
         if done.awaits_decision:
-            self._channel.await_decision(done.report)
+            self._channel.expect_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
         if self._awaits_decision and self._last_progress_at is not None:  # an unsolicited message is not progress
@@ -304,6 +304,7 @@ class _Supervisor:
             self._last_ranks_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
+        """Record the failure of a rank; `after_end`: its process had already ended the training when it raised."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -493,7 +494,7 @@ class PartCollector:
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
         self._failed: set[int] = set()
-        self._closed_step = -1  # rank 0 adds no more checkpoints up to this step
+        self._closed_step = -1  # no new checkpoint begins up to this step; late parts of begun ones are accepted
 
     def reopen_step(self, step: int) -> None:
         """Accept parts of `step` again if `close_steps` has closed it: rank 0 commands all ranks to save this step."""

@@ -167,7 +167,7 @@ class RemoteSearchChannel(SearchChannel):
         self._outbox = OutboxJournal(self._target, spec.trial, request.trial)
         return self._outbox
 
-    def await_decision(self, report: StepReport) -> None:
+    def expect_decision(self, report: StepReport) -> None:
         self._decision_step = report.step
         self._decision_requested.set()
 

@@ -295,7 +295,7 @@ _STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.
 The others store notes in the study or its trials (a generation, an optimizer's state, the position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters. After such trials, others draw those parameters at random."""
+"""Samplers that support trials with missing parameters; with such trials, other samplers draw them at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Types whose objects are not copied: thousands of constants, and a cache that is derived from the trials."""

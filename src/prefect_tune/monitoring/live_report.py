@@ -38,7 +38,7 @@ from prefect_tune.prefect_api.artifacts_and_assets import update_artifact
 from prefect_tune.reporting.facts import make_report_input, select_curve_trials
 from prefect_tune.reporting.page import make_page, render_markdown
 from prefect_tune.storage_retries import with_retries
-from prefect_tune.terminal.progress_view import SearchEstimate, compute_search_completion, compute_trial_completion
+from prefect_tune.terminal.progress_view import SearchExtent, compute_search_completion, compute_trial_completion
 
 # Publish Prefect artifacts from a background thread: create each once, update it in place, delete it when obsolete.
 
@@ -232,12 +232,12 @@ _MAX_TRIAL_ARTIFACTS = 10
 class ReportObserver(SearchObserver):
     """Publishes the report and the progress after each change, in the thread of an `ArtifactPublisher`."""
 
-    def __init__(self, target: StorageTarget, recorder: SearchRecorder, estimate: SearchEstimate, log: Log) -> None:
+    def __init__(self, target: StorageTarget, recorder: SearchRecorder, extent: SearchExtent, log: Log) -> None:
         snapshot = recorder.read_search_snapshot()
         experiment = snapshot.experiment
         self._target = target
         self._recorder = recorder
-        self._estimate = estimate
+        self._extent = extent
         self._log = log
         self._last_earlier_entry = experiment.entry_count
         self._lacks_earlier_runs = not snapshot.is_complete
@@ -247,7 +247,9 @@ class ReportObserver(SearchObserver):
         earlier = None
         if experiment.term > 1:  # otherwise, this is the first run
             kept = frozenset(make_artifact_key(kind, experiment.name) for kind in ("report", "progress"))
-            trial_keys = frozenset(_make_progress_key(experiment, trial, target.uri) for trial in experiment.trials)
+            trial_keys = frozenset(
+                _make_progress_artifact_key(experiment, trial, target.uri) for trial in experiment.trials
+            )
             prefix = slugify("progress", experiment.name)
             earlier = EarlierArtifacts(kept, trial_keys - kept, f"{prefix}-")
         self.publisher = ArtifactPublisher(self._render_artifacts, MIN_REFRESH_INTERVAL, log, earlier)
@@ -277,7 +279,7 @@ class ReportObserver(SearchObserver):
             # The date is shown because the last report of a killed run remains.
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
-        uri, count = self._target.uri, self._estimate.trial_count
+        uri, count = self._target.uri, self._extent.trial_count
         facts = make_report_input(snapshot, uri=uri, now=now, run_url=make_run_url, expected_trial_count=count, age=age)
         key, description = make_artifact_key("report", experiment.name), f"Experiment {experiment.name} at {uri}"
         report = ArtifactContent(key, "markdown", render_markdown(make_page(facts)), description)
@@ -299,20 +301,20 @@ class ReportObserver(SearchObserver):
     def _render_search_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of the experiment; yield nothing if the number of trials is unknown."""
         experiment, trials = snapshot.experiment, list(snapshot.experiment.trials.values())
-        if self._estimate.trial_count is None or not trials:
+        if self._extent.trial_count is None or not trials:
             return
-        expected = max(self._estimate.trial_count, len(trials))  # an earlier run may have requested more
+        expected = max(self._extent.trial_count, len(trials))  # an earlier run may have requested more
         if expected == 1:
             done = self._describe_trial_progress(trials[0], snapshot)
         else:
             done = f"{sum(trial.phase in ENDED_PHASES for trial in trials)} of {expected} trials done"
-        share = compute_search_completion(trials, snapshot.get_newest_report, self._estimate) or 0.0
+        share = compute_search_completion(trials, snapshot.get_newest_report, self._extent) or 0.0
         key = make_artifact_key("progress", experiment.name)
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
         """Yield the progress of up to 10 running trials; yield nothing if the number of steps is unknown."""
-        if self._estimate.max_steps is None or self._estimate.trial_count == 1:
+        if self._extent.max_steps is None or self._extent.trial_count == 1:
             return
         experiment = snapshot.experiment
         running = {name: attempt for name, attempt in snapshot.running.items() if attempt.report}
@@ -321,15 +323,15 @@ class ReportObserver(SearchObserver):
         for name in self._displayed_trials:
             trial, owner = experiment.trial(name), running[name].owner
             yield ArtifactContent(
-                _make_progress_key(experiment, name, self._target.uri),
+                _make_progress_artifact_key(experiment, name, self._target.uri),
                 "progress",
-                round(100 * compute_trial_completion(trial, snapshot.get_newest_report(name), self._estimate), 1),
+                round(100 * compute_trial_completion(trial, snapshot.get_newest_report(name), self._extent), 1),
                 f"Trial {name} of {experiment.name}: {self._describe_trial_progress(trial, snapshot)}",
                 owner.task_run if owner else None,
             )
 
     def _describe_trial_progress(self, trial: Trial, snapshot: SearchSnapshot) -> str:
-        report, steps = snapshot.get_newest_report(trial.id), self._estimate.max_steps
+        report, steps = snapshot.get_newest_report(trial.id), self._extent.max_steps
         step = max(trial.step, report.step if report else 0)
         return f"step {step}{f' of {steps}' if steps else ''}, {trial.status}"
 
@@ -346,7 +348,7 @@ def publishing_report(observer: ReportObserver, stop: threading.Event) -> Iterat
         observer.publisher.close(_END_TIMEOUT_WHEN_STOPPED if stop.is_set() else _END_TIMEOUT)
 
 
-def _make_progress_key(experiment: Experiment, trial: str, uri: str) -> str:
+def _make_progress_artifact_key(experiment: Experiment, trial: str, uri: str) -> str:
     """Return an artifact key for a trial. Experiments of the same name on other targets have other keys."""
     names = (experiment.name, trial)
     return f"{slugify('progress', *names)}-{hash_bytes(json.dumps([uri, *names]).encode())[:6]}"

@@ -49,7 +49,7 @@ from prefect_tune.notebook import CellStatus, current_cell_output, live_output, 
 from prefect_tune.terminal import progress_view
 from prefect_tune.terminal.formatting import format_value
 from prefect_tune.terminal.live_display import NOTICE, can_show_display, live_display
-from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchEstimate, format_config
+from prefect_tune.terminal.progress_view import Note, ProgressReader, SearchExtent, format_config
 
 _LOG_PERIOD = timedelta(minutes=1)
 
@@ -79,10 +79,10 @@ class ProgressObserver(SearchObserver):
     def log_final_progress(self) -> None:
         """Log the final progress; if trials of a search errored, log a warning that says how to show their errors."""
         state = self._reader.read_state(time.monotonic())
-        if state.counts.get(Status.ERRORED) and not state.estimate.is_training:
-            line, name = progress_view.render_progress_line(state), state.estimate.experiment
+        if state.counts.get(Status.ERRORED) and not state.extent.is_training:
+            line, name = progress_view.render_progress_line(state), state.extent.experiment
             self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", line, name)
-        elif self.is_shown or not state.estimate.is_training:  # otherwise, the log already has a line about the end
+        elif self.is_shown or not state.extent.is_training:  # otherwise, the log already has a line about the end
             self.log_progress()
 
     def render_table(self, width: int, height: int) -> RenderableType:
@@ -103,7 +103,7 @@ class ProgressObserver(SearchObserver):
 @contextmanager
 def showing_progress(
     recorder: SearchRecorder,
-    estimate: SearchEstimate,
+    extent: SearchExtent,
     notes: Sequence[Note],
     log: Log,
     stop: threading.Event,
@@ -115,7 +115,7 @@ def showing_progress(
     `notes` are the last lines of the log. `in_terminal` allows a live table if stdout is a terminal.
     """
     owner = recorder.read_search_snapshot().experiment.owner
-    reader = ProgressReader(recorder.read_search_snapshot, estimate, notes, time.monotonic())
+    reader = ProgressReader(recorder.read_search_snapshot, extent, notes, time.monotonic())
     observer = ProgressObserver(reader, log, link=make_run_url(owner) if owner else None)
     if (output := current_cell_output()) is not None:
         observer.is_shown = True

@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call by a task, numbered among equal calls of equal tasks in this flow `execution`."""
+    """Return the path of a task's call. Its number tells it from equal calls by equal tasks in this `execution`."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")

@@ -144,7 +144,7 @@ def flow_with_server(
 
 def showing_search_output(flow: str) -> AbstractContextManager[object]:
     """Return the `call_context` that shows a search in a notebook's cell; import the notebook module only in a call."""
-    output = import_module("prefect_tune.notebook").search_output
+    output = import_module("prefect_tune.notebook").showing_search_output
     return cast("AbstractContextManager[object]", output(flow))
 
 

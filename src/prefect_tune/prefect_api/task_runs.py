@@ -132,7 +132,7 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
 # not log the item's `repr`, which has 14 lines for an event.
 
 TRIAL_TASK_NAME = "run-trial"
-"""The name of the task of an attempt, whose end is in the log of its search."""
+"""The task that runs an attempt. Prefect's message at its end is hidden: the search logs the attempt's end."""
 _ENGINE_MODULE = "task_engine"
 _END_MESSAGE = "Finished in state"
 _FAILED_MESSAGE = "Task run failed with state"

@@ -287,7 +287,7 @@ def make_client(constructor: Callable[..., Client], timeout: timedelta, options:
 class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect` makes a client whose requests end within the given time (`make_client`); the store makes few clients. No
+    `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. No
     request takes longer than `request_timeout`, or a quarter of it for up to 1 MiB. So a lost request is retried before
     the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
     """

@@ -46,7 +46,7 @@ _MIN_ELAPSED = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
-class SearchEstimate:
+class SearchExtent:
     """What is known about the extent of a search when it starts."""
 
     experiment: str
@@ -82,7 +82,7 @@ class Note(NamedTuple):
 class ProgressState:
     """The progress of a search at one time."""
 
-    estimate: SearchEstimate
+    extent: SearchExtent
     elapsed: timedelta
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
@@ -112,11 +112,11 @@ class ProgressReader:
     """
 
     def __init__(
-        self, read: Callable[[], SearchSnapshot], estimate: SearchEstimate, notes: Sequence[Note], now: float
+        self, read: Callable[[], SearchSnapshot], extent: SearchExtent, notes: Sequence[Note], now: float
     ) -> None:
         """Args: notes: the last lines of the log, oldest first. The caller may change the sequence."""
         self._read = read
-        self._estimate = estimate
+        self._extent = extent
         self._notes = notes
         self._began = now
         self._rates: deque[tuple[float, int]] = deque([(now, 0)])
@@ -126,7 +126,7 @@ class ProgressReader:
         snapshot = self._read()
         experiment = snapshot.experiment
         trials = list(experiment.trials.values())
-        objective, elapsed = self._estimate.objective, timedelta(seconds=now - self._began)
+        objective, elapsed = self._extent.objective, timedelta(seconds=now - self._began)
         newest = [
             apply_report(trial, snapshot.get_newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
@@ -142,7 +142,7 @@ class ProgressReader:
         counts = Counter(trial.status for trial in trials)
         comparable_count = sum(trial.status is Status.COMPLETED for trial in others)
         return ProgressState(
-            estimate=self._estimate,
+            extent=self._extent,
             elapsed=elapsed,
             counts=counts,
             reports_per_second=self._update_rate(now, snapshot.counts.reports),
@@ -166,12 +166,12 @@ class ProgressReader:
 
     def _estimate_time_left(self, elapsed: timedelta, trials: Sequence[Trial], trained_steps: int) -> timedelta | None:
         """Return the time for the remaining steps at the rate of this run, but at most the remaining time budget."""
-        time = self._estimate.time_budget
+        time = self._extent.time_budget
         budget = None if time is None else max(timedelta(0), time - elapsed)
         if elapsed < _MIN_ELAPSED or not trained_steps:
             return budget
         try:
-            steps = estimate_remaining_steps(trials, self._estimate)
+            steps = estimate_remaining_steps(trials, self._extent)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
         except OverflowError:  # the search will not reach so many steps
@@ -179,18 +179,18 @@ class ProgressReader:
         return left if left is None or budget is None else min(left, budget)
 
 
-def estimate_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) -> float | None:
+def estimate_remaining_steps(trials: Sequence[Trial], extent: SearchExtent) -> float | None:
     """Estimate how many steps a search has left; return None if the number of trials or of their steps is unknown.
 
     A running trial trains up to the maximum step. A new trial trains as long as ended trials did on average. A waiting
     trial repeats the steps after its newest checkpoint. The result is also None if a paused trial may never resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
-    new_trial_steps = fmean(last_steps) if last_steps else estimate.max_steps
-    max_steps = estimate.max_steps or new_trial_steps
-    if estimate.trial_count is None or not (max_steps and new_trial_steps) or not estimate.resumes_all_paused:
+    new_trial_steps = fmean(last_steps) if last_steps else extent.max_steps
+    max_steps = extent.max_steps or new_trial_steps
+    if extent.trial_count is None or not (max_steps and new_trial_steps) or not extent.resumes_all_paused:
         return None
-    steps = max(0, estimate.trial_count - len(trials)) * new_trial_steps
+    steps = max(0, extent.trial_count - len(trials)) * new_trial_steps
     for trial in trials:
         if trial.phase not in ENDED_PHASES:
             checkpoint = newest_checkpoint(trial)
@@ -200,20 +200,20 @@ def estimate_remaining_steps(trials: Sequence[Trial], estimate: SearchEstimate) 
 
 
 def compute_search_completion(
-    trials: Collection[Trial], newest: Callable[[str], StepReport | None], estimate: SearchEstimate
+    trials: Collection[Trial], newest: Callable[[str], StepReport | None], extent: SearchExtent
 ) -> float | None:
     """Return the completed share of the search's training; None if the number of trials is unknown."""
-    if estimate.trial_count is None:
+    if extent.trial_count is None:
         return None
-    done = sum(compute_trial_completion(trial, newest(trial.id), estimate) for trial in trials)
-    return min(1.0, done / max(1, estimate.trial_count, len(trials)))
+    done = sum(compute_trial_completion(trial, newest(trial.id), extent) for trial in trials)
+    return min(1.0, done / max(1, extent.trial_count, len(trials)))
 
 
-def compute_trial_completion(trial: Trial, report: StepReport | None, estimate: SearchEstimate) -> float:
+def compute_trial_completion(trial: Trial, report: StepReport | None, extent: SearchExtent) -> float:
     """Return the completed share of a trial's training; 1 for a paused trial that may never resume."""
-    if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not estimate.resumes_all_paused):
+    if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not extent.resumes_all_paused):
         return 1.0
-    step, steps = max(trial.step, report.step if report else 0), estimate.max_steps
+    step, steps = max(trial.step, report.step if report else 0), extent.max_steps
     return min(1.0, step / steps) if steps else 0.0
 
 
@@ -329,10 +329,10 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
     """
     room = max(0, height - 1 - _HEADER_LINE_COUNT)
     notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
-    row_count = 0 if state.estimate.is_training else min(_MAX_ROWS, room - len(notes))
+    row_count = 0 if state.extent.is_training else min(_MAX_ROWS, room - len(notes))
     other_count = min(len(state.others), max(row_count // 3, row_count - len(state.running)))
     rows = [*state.running[: row_count - other_count], *state.others[:other_count]] if row_count > 0 else []
-    title = Text.assemble((state.estimate.experiment, "bold"), f"  {format_duration(state.elapsed)}")
+    title = Text.assemble((state.extent.experiment, "bold"), f"  {format_duration(state.elapsed)}")
     if left := _format_time_left(state):
         title.append(make_visible(f", {left}"))
     if rate := _format_rate(state):
@@ -341,7 +341,7 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
     lines = (Text.assemble((f"{name:<8}", "dim"), make_visible(text)) for name, text in facts)
     parts: list[RenderableType] = [title, *lines]
     if rows:
-        objective = state.estimate.objective
+        objective = state.extent.objective
         metrics = objective.metrics if objective else find_reported_metrics(rows)
         table, hidden = make_trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
@@ -361,8 +361,8 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
 def render_progress_line(state: ProgressState) -> str:
     """Return the progress as one line for the log."""
     facts, elapsed = collect_progress_facts(state), format_duration(state.elapsed)
-    objective = state.estimate.objective
-    if state.estimate.is_training:
+    objective = state.extent.objective
+    if state.extent.is_training:
         metrics = f", {facts['metrics']}" if "metrics" in facts else ""
         parts = [f"step {facts['step']}{metrics} after {elapsed}"]
         if state.running:
@@ -377,7 +377,7 @@ def render_progress_line(state: ProgressState) -> str:
             parts.append(f"{state.incomparable_count} without {', '.join(objective.metrics)} in the last report")
         if state.best is not None and objective is not None:
             parts.append(f"{format_best_label(objective)}: {format_trial(state.best, objective.metrics)}")
-    return f"{state.estimate.experiment}: {'; '.join(filter(None, parts))}"
+    return f"{state.extent.experiment}: {'; '.join(filter(None, parts))}"
 
 
 def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
@@ -385,11 +385,11 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
 
     The facts of a single training are its step, metrics, newest checkpoint and configuration.
     """
-    if state.estimate.is_training:
+    if state.extent.is_training:
         return _collect_training_facts(state)
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
-    if (trial_count := state.estimate.trial_count) is not None:
+    if (trial_count := state.extent.trial_count) is not None:
         # An earlier run may have had a larger `num_samples`.
         facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
@@ -397,7 +397,7 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
         if len(rungs) > _MAX_RUNGS:
             rungs[_MAX_RUNGS // 2 : -_MAX_RUNGS // 2] = ["…"]
         facts["rungs"] = ", ".join(rungs)
-    best, objective = state.best, state.estimate.objective
+    best, objective = state.best, state.extent.objective
     if best is not None and objective is not None:
         inherited = ", of the checkpoint that it continues from" if best.has_inherited_report else ""
         facts[format_best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
@@ -409,7 +409,7 @@ def _collect_training_facts(state: ProgressState) -> Mapping[str, str]:
     trial = next(iter((*state.running, *state.others)), None)
     if trial is None:
         return {"step": "none yet"}
-    total = f" of {state.estimate.max_steps}" if state.estimate.max_steps else ""
+    total = f" of {state.extent.max_steps}" if state.extent.max_steps else ""
     attempt = f", attempt {trial.attempt}" if trial.attempt > 1 else ""
     status = "" if trial.status is Status.RUNNING else f", {trial.status}"
     newest = newest_checkpoint(trial)
@@ -424,7 +424,7 @@ def _collect_training_facts(state: ProgressState) -> Mapping[str, str]:
 
 def _format_rate(state: ProgressState) -> str:
     """Return the rate of steps, or of the reports of all trials; empty before the first report."""
-    unit = "steps/s" if state.estimate.is_training else "reports/s"
+    unit = "steps/s" if state.extent.is_training else "reports/s"
     return f"{format_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 
 

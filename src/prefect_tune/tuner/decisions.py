@@ -127,8 +127,8 @@ class FailureHandler:
         else:
             self.retry_or_give_up(trial.id, cause)
 
-    def count_lost_attempt(self, trial_id: str, error: BaseException | None) -> None:
-        """Count a lost attempt: it exited without its end in the journal. Retry its trial or give it up.
+    def retry_lost_attempt(self, trial_id: str, error: BaseException | None) -> None:
+        """Count a lost attempt, which exited without its end in the journal; retry its trial or give it up.
 
         The count is not stored: each owner counts its own. `Driver._end_attempt_if_lost` adds the attempt's end to the
         journal, when the trial leaves the queue. Raises like `on_attempt_failed`.

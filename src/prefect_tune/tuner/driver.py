@@ -430,9 +430,10 @@ class Driver:
         return self._executor.attempts_outlive_search and is_open and trial.phase is Phase.PENDING
 
     def _end_attempt_if_lost(self, trial_id: str) -> None:
-        """Close the outbox; if the attempt was lost (it exited without its end in the journal), journal its end.
+        """Close the outbox, unless its attempt may still begin; if the attempt was lost, journal its end.
 
-        Its checkpoints are adopted, also those committed after a damaged post. `count_lost_attempt` only counts.
+        A lost attempt exited without its end in the journal. Its checkpoints are adopted, also those committed after a
+        damaged post. `retry_lost_attempt` counts it, and queues the trial.
         """
         if not self._has_unstarted_remote_attempt(trial_id):
             self._close_and_journal_outbox(trial_id)
@@ -464,7 +465,7 @@ class Driver:
         elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
             self._ready_queue.append(trial.id)  # the attempt was stopped before it began
         elif trial.phase in (Phase.PENDING, Phase.RUNNING):
-            self._failure_handler.count_lost_attempt(trial.id, error)
+            self._failure_handler.retry_lost_attempt(trial.id, error)
         else:
             self._resume_unless_scheduler_paused(trial)
 
@@ -536,7 +537,7 @@ class Driver:
             return
         self._end_attempt_if_lost(trial_id)
         if trial_id in self._experiment.pending_stops:
-            self._close_and_journal_outbox(trial_id)
+            self._close_and_journal_outbox(trial_id)  # also that of an attempt that has not begun
             self._stop_handler.finish_trial(trial_id)
             return
         if self._has_unstarted_remote_attempt(trial_id):

@@ -96,7 +96,7 @@ from prefect_tune.suspension import (
 from prefect_tune.tasks.experiments import check_target, publish_results
 from prefect_tune.terminal.formatting import format_counts, format_trial, format_value, group_trials_by_error
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import SearchEstimate, resumes_all_paused_trials
+from prefect_tune.terminal.progress_view import SearchExtent, resumes_all_paused_trials
 from prefect_tune.trust import sign_settings
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.run_training import observing_run
@@ -304,7 +304,7 @@ def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> S
     """If the trainable has changed, log the change, and return the event that journals the new code."""
     warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or with_journal_digest(state, plan.settings) == plan.settings:
-        return ()  # source unavailable: a later run compares with the code that trained last
+        return ()  # unchanged or unavailable: the journal keeps the digest of the code that trained last
     return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
 
 
@@ -386,7 +386,7 @@ def _observing_search(
     """
     target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
     search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)
-    estimate = SearchEstimate(
+    extent = SearchExtent(
         plan.experiment,
         objective,
         trial_count=plan.trial_count,
@@ -397,7 +397,7 @@ def _observing_search(
     runner, curve_collector = CallbackRunner(callbacks, target, search, log), CurveCollector(state)
     runner.start(state)
     try:
-        with observing_run(state, spec, estimate, stop, is_running=is_running) as (observers, reporter):
+        with observing_run(state, spec, extent, stop, is_running=is_running) as (observers, reporter):
             yield ObserverGroup([curve_collector, *runner.threads, *observers], log)
             reporter.begin_final_report()  # draws the last page while the other observers end
             if not stop.is_set():

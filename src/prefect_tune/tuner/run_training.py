@@ -47,7 +47,7 @@ from prefect_tune.suspension import (
 )
 from prefect_tune.tasks.experiments import check_target, write_entry
 from prefect_tune.terminal.live_display import NOTICE
-from prefect_tune.terminal.progress_view import SearchEstimate
+from prefect_tune.terminal.progress_view import SearchExtent
 from prefect_tune.tuner.driver import Driver
 from prefect_tune.tuner.search_policy import ONLY_TRIAL, SearchPolicy
 from prefect_tune.tuner.stop_requests import StopSource
@@ -109,9 +109,9 @@ def _run_training_segment(
         options = plan.with_changes(rerun_errored=True)
         limits = SearchLimits(plan=options, max_concurrent_trials=1, meets_stop_criterion=lambda _: is_finished)
         policy = SearchPolicy(_SingleConfigSearchState(config), FIFO().begin(PLACEHOLDER_OBJECTIVE, 0))
-        estimate = SearchEstimate(state.name, None, 1, stopper.step_count, is_training=True)
+        extent = SearchExtent(state.name, None, 1, stopper.step_count, is_training=True)
         executor, log = LocalExecutor(pool, launch=launch_in_thread), get_run_logger()
-        observing = observing_run(state, spec, estimate, stop, state_before=before, emits_events=not is_finished)
+        observing = observing_run(state, spec, extent, stop, state_before=before, emits_events=not is_finished)
         with observing as (observers, reporter):
             observer = ObserverGroup(observers, log)
             driver = Driver(spec, limits, policy, executor, journal_writer, log=log, observer=observer)
@@ -127,7 +127,7 @@ def _run_training_segment(
 def observing_run(
     state: Experiment,
     spec: TrialSpec,
-    estimate: SearchEstimate,
+    extent: SearchExtent,
     stop: threading.Event,
     *,
     is_running: Callable[[str], bool] = lambda _: True,
@@ -139,21 +139,21 @@ def observing_run(
     Args:
         state: the experiment after the run has acquired it.
         spec: how its trials are trained.
-        estimate: the expected number of trials and steps, and the time budget.
+        extent: the expected number of trials and steps, and the time budget.
         stop: set when a stop of the run is requested.
         is_running: returns whether the trial with this id is running now.
         state_before: see `EventEmitter.emit_start`.
         emits_events: whether the run emits events to Prefect.
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)
-    search_log = SearchLog(recorder, estimate.objective, target.uri, log)
-    address = ExperimentAddress(target.uri, estimate.experiment)
-    emitter = EventEmitter(address, estimate.objective, recorder, log)
+    search_log = SearchLog(recorder, extent.objective, target.uri, log)
+    address = ExperimentAddress(target.uri, extent.experiment)
+    emitter = EventEmitter(address, extent.objective, recorder, log)
     in_terminal = spec.isolation == "process"  # with threads, a debugger may use the terminal
     with (
-        publishing_report(ReportObserver(target, recorder, estimate, log), stop) as reporter,
+        publishing_report(ReportObserver(target, recorder, extent, log), stop) as reporter,
         emitting_events(emitter, stop, state_before) if emits_events else nullcontext(),
-        showing_progress(recorder, estimate, search_log.notes, log, stop, in_terminal=in_terminal) as progress_view,
+        showing_progress(recorder, extent, search_log.notes, log, stop, in_terminal=in_terminal) as progress_view,
         LiveStatusPublisher(target, recorder.read_search_snapshot, spec.sync.live_period, is_running),
     ):
         yield [recorder, search_log, emitter, progress_view, reporter], reporter

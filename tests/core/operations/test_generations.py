@@ -328,7 +328,7 @@ def test_only_a_placeholder_and_the_drill_name_a_generation_themselves() -> None
 
 # ------------------------------------------------------------------------------------------------- mutants
 
-_CHECK = "    require_first_entry(store, experiment.key, path)\n"
+_CHECK = "    confirm_creation(store, experiment.key, path)\n"
 MUTANTS: Mapping[str, Mutant] = {
     "a deletion removes what comes after it, too": Mutant(
         lambda: delete_with_pauses(enough=1),

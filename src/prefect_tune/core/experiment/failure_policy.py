@@ -81,7 +81,7 @@ def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> F
     """Decide what follows an attempt that ended by `cause`; the budgets of `trial` already count that attempt."""
     if cause is Cause.PREEMPTED:
         return EndRun()
-    if (reason := _budget_spent_reason(trial, cause, policy)) is not None:
+    if (reason := _no_retry_reason(trial, cause, policy)) is not None:
         return FailTrial(reason)
     if trial.restored_sequence is None or trial.consecutive_start_failures < policy.quarantine_after:
         return RetryTrial()
@@ -130,7 +130,7 @@ def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
 
     This happens if the last run ended before giving up the trial, for example because the target was unavailable.
     """
-    return trial.cause is Cause.MACHINE and _budget_spent_reason(trial, Cause.MACHINE, policy) is not None
+    return trial.cause is Cause.MACHINE and _no_retry_reason(trial, Cause.MACHINE, policy) is not None
 
 
 def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
@@ -145,7 +145,7 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     return is_machine_budget_spent(trial, policy) and get_reason_code(trial.end_reason) != "owner-vanished"
 
 
-def _budget_spent_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> Reason | None:
+def _no_retry_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> Reason | None:
     """Return why the trial is not retried; None if the retry budget for this cause is not spent."""
     error = trial.end_reason
     if cause in _NON_RETRYABLE_CAUSES:

@@ -186,7 +186,7 @@ class Trial(RenamedMembers, Value):
     finish_kind: FinishKind | None = None
     """How it finished; None if it has not finished."""
     outbox: int | None = None
-    """The number of the open outbox: an attempt on another machine may still post to it. None if none is open."""
+    """The number of the open outbox, for posts of another machine; None before a launch and after an attempt's end."""
     outbox_count: int = 0
     """The number of outboxes so far, and the number of the last one, open or closed."""
     last_post: int = 0

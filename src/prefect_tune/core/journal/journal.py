@@ -247,7 +247,7 @@ def _try_append(
     data, entry = seal_and_read_back(entry)
     result = apply_entry(experiment, entry, hash_bytes(data))
     create_idempotently(store, path, data)
-    require_first_entry(store, experiment.key, path)
+    confirm_creation(store, experiment.key, path)
     return result
 
 
@@ -268,8 +268,8 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
     ) from exists
 
 
-def require_first_entry(store: ObjectStore, key: JournalKey, created: str) -> None:
-    """After creating the entry `created`, check that the experiment had not been deleted; if so, remove the entry.
+def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
+    """Confirm that `created`, an entry or a post, counts: the first entry exists. Otherwise remove it, and raise.
 
     A deletion deletes the first entry before anything else. So if the first entry exists, no entry was missing when
     `created` was written, and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
@@ -306,8 +306,8 @@ def acquire_ownership(
     """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
     `events_for` receives the state before the new term. `loaded` is None, or an earlier state: then only its last entry
-    is checked, and only later entries are read. If that state has no entries (`empty_experiment`), the journal is read
-    only if another process has written to it.
+    is checked, and only later entries are read. If that state has no entries (see `make_empty_experiment`), the journal
+    is read only if another process has written to it.
 
     In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
     number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.

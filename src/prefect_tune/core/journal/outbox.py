@@ -29,7 +29,7 @@ from pydantic import Field
 
 from prefect_tune.core.errors import AlreadyExists, JournalCorrupt, StoreUnavailable, Superseded, UnknownVersion
 from prefect_tune.core.experiment.trial_transitions import Trial
-from prefect_tune.core.journal.journal import require_first_entry
+from prefect_tune.core.journal.journal import confirm_creation
 from prefect_tune.core.journal_events import AttemptEvent
 from prefect_tune.core.storage.documents import Document, read_sealed, seal
 from prefect_tune.core.storage.layout import TrialKey, document_number
@@ -72,7 +72,7 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
         raise Superseded(
             f"{trial.folder}: {who} this attempt at {stored.at}. Stop here: every committed checkpoint is kept"
         ) from exists
-    require_first_entry(store, trial.journal_key, path)
+    confirm_creation(store, trial.journal_key, path)
 
 
 def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> Post | None:

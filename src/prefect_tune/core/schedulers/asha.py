@@ -24,7 +24,7 @@ from prefect_tune.core.schedulers.base import (
     TrialReport,
     compute_loss,
     loss_to_metric,
-    make_metric_arguments,
+    make_metric_reason_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -180,7 +180,7 @@ class StoppingSchedule(RungSchedule):
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
-        result = make_metric_arguments(loss, self._objective)
+        result = make_metric_reason_arguments(loss, self._objective)
         result |= {"step": rung.step, "cutoff": loss_to_metric(cutoff, self._objective), "judges": judges}
         progress.stop_decision = Stop(reason=make_reason("cutoff", **result))
         return progress.stop_decision
@@ -266,7 +266,7 @@ class PromotionSchedule(RungSchedule):
         """Return a reason with the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
-            **make_metric_arguments(record.loss, self._objective),
+            **make_metric_reason_arguments(record.loss, self._objective),
             step=rung.step,
             rank=rung.count_better_trials(record) + 1,
             ranked=len(rung.reached),

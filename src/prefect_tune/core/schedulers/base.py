@@ -228,6 +228,6 @@ def loss_to_metric(loss: float, objective: Objective) -> float:
     return loss if objective.modes[0] == "min" else -loss
 
 
-def make_metric_arguments(loss: float, objective: Objective) -> dict[str, object]:
+def make_metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
     """Return arguments of a reason: the name and the value of the objective's metric."""
     return {"metric": objective.metrics[0], "value": loss_to_metric(loss, objective)}

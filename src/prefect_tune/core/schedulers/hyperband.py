@@ -19,7 +19,7 @@ from prefect_tune.core.schedulers.base import (
     Stop,
     TrialReport,
     compute_loss,
-    make_metric_arguments,
+    make_metric_reason_arguments,
 )
 from prefect_tune.core.search.objective import Objective
 from prefect_tune.core.values import TrialId
@@ -228,7 +228,7 @@ class _HyperbandSchedule(Schedule):
             if rank < bracket.trial_count:
                 self._to_resume[trial] = None
             else:
-                result = make_metric_arguments(losses[trial], self._objective)
+                result = make_metric_reason_arguments(losses[trial], self._objective)
                 ranks = {"rank": rank + 1, "ranked": len(ranking), "quota": bracket.trial_count}
                 self._to_stop[trial] = Stop(reason=make_reason("rank-continued", **result, step=step, **ranks))
 

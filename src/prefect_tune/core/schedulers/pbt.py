@@ -32,7 +32,7 @@ from prefect_tune.core.schedulers.base import (
     TrialReport,
     compute_loss,
     loss_to_metric,
-    make_metric_arguments,
+    make_metric_reason_arguments,
 )
 from prefect_tune.core.search.domains import (
     Branch,
@@ -319,7 +319,7 @@ class _PbtSchedule(Schedule):
         source = self._members[source_id]
         reason = make_reason(
             "exploit",
-            **make_metric_arguments(loss, self._objective),
+            **make_metric_reason_arguments(loss, self._objective),
             step=step,
             source_value=loss_to_metric(source_loss, self._objective),
             source_step=source.decision_step,
