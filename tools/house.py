@@ -22,8 +22,8 @@ CHECKED_FOLDERS = ("src", "blocks", "tasks", "flows", "tools")
 OTHER_FOLDERS = ("tests", "benchmarks")  # only the length of files, vague names and exemptions are checked
 FILE_LINES = 700
 # 65,423 and 78,161 when the refactoring began (one journal, one event view): it lowers both after each step.
-PACKAGE_LINES = 55_100
-TESTS_LINES = 69_170
+PACKAGE_LINES = 54_960
+TESTS_LINES = 67_900
 """The limits only decrease, unless an issue says otherwise."""
 
 NOT_IN_A_CLONE = frozenset({"build/screenshots", "site/", "filesystems.py", "server/collection_blocks_data.json"})
