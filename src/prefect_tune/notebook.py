@@ -129,7 +129,7 @@ def live_output(
             pass
 
     def run_display() -> None:
-        """Draw until the end; after an error, draw only the final status: the cell must not show "running" forever."""
+        """Draw until the end. After an error, draw only the final status, so that the cell never stays at "running"."""
         for step in (draw_until_end, draw_once):
             try:
                 step()

@@ -350,8 +350,8 @@ class Results:
         """Return the checkpoint with the best metrics, of one trial or of all; None if no checkpoint has the metrics.
 
         Its trial may differ from `best_trial`, since that method compares last reports. With several metrics, further
-        metrics break ties. Among equal checkpoints, the trial that was proposed first wins, then the oldest checkpoint:
-        `Retention(best=1)` keeps the same one.
+        metrics break ties. Among equal checkpoints, the trial that was proposed first wins, then the oldest checkpoint.
+        `Retention(best=1)` keeps the same checkpoint.
 
         ```python
         checkpoint = results.best_checkpoint(metric="accuracy", mode="max")

@@ -46,10 +46,10 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
     from prefect_tune.prefect_api.flow_with_server import had_run_begun
 
     def has_no_tune_error(record: logging.LogRecord) -> bool:
-        """Hide each `TuneError` from Prefect's log: `run_app` and the run's state show the error's message."""
+        """Hide each `TuneError` from Prefect's log, since `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # During a flow run, Prefect handles SIGTERM; after the run, Prefect sends SIGTERM again, to this handler.
+    # Prefect handles SIGTERM during a flow run. After the run, Prefect sends SIGTERM again, to this handler.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(has_no_tune_error)

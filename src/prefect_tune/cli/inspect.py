@@ -153,7 +153,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # a later snapshot may hide a damaged entry
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # loading skips entries before a snapshot, even damaged ones
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:

@@ -297,12 +297,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # Placeholders: a saved block is on the server, and `resume` reads the trainable from the journal.
+    # Use placeholders: only the server has a saved block, and only the journal has the trainable of `resume`.
     SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes, with the trainable: a journal on a bucket must not choose the code to run."""
+    """Return the command that resumes. It names the trainable, since a bucket's journal must not choose the code."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 

@@ -269,9 +269,9 @@ def gc(
     These are retired checkpoints, blobs of interrupted saves, answers to ended attempts, and
     remaining objects of deleted experiments of this name.
 
-    The command keeps objects that a checkpoint, a clone or a running save may use:
-    it is safe while a search is running.
-    It keeps quarantined checkpoints until the trial retires them: they can be released.
+    The command is safe while a search is running,
+    because it keeps objects that a checkpoint, a clone or a running save may use.
+    It keeps quarantined checkpoints until the trial retires them, since they can be released.
     """
     with open_store_and_load_experiment(target, experiment) as (store, state):
         trial_names = None if trial is None else [trial.id for trial in select_trials(state, trial)]

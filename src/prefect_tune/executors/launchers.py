@@ -201,7 +201,7 @@ class DeploymentLauncher:
         return run_attempt
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest, attempt: int) -> UUID:
-        """Start the attempt on all its nodes, or find its runs if it was started; return the flow run of node 0.
+        """Start the attempt on all its nodes, or find the runs of an earlier start; return the flow run of node 0.
 
         Raises PrefectException, httpx.HTTPError, OSError: the API rejects a run, or is unavailable for 5 minutes.
         """
@@ -212,7 +212,7 @@ class DeploymentLauncher:
         target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)
-        # An earlier owner may have started node 0: the other nodes need the same secret.
+        # An earlier owner may have started node 0 with another secret, which the other nodes need too.
         parameters = {**parameters, "request": first.parameters.get("request", parameters["request"])}
         others = [
             self._find_or_create_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
@@ -221,7 +221,7 @@ class DeploymentLauncher:
         if others:
             with self._poll_lock:
                 self._others[first.id] = {run.id for run in others}
-                self._awaited |= self._others[first.id]  # so that `cancel_unstarted_attempts` can cancel them
+                self._awaited |= self._others[first.id]  # `cancel_unstarted_attempts` cancels only awaited runs
         names = ", ".join(run.name for run in (first, *others))
         get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
@@ -330,7 +330,7 @@ class DeploymentLauncher:
         """Mark the run of node 0 as crashed if the other nodes have ended because node 0 has stopped sending messages.
 
         If a machine fails together with its worker, nothing else updates the run. A marked run that is still running
-        ends at its next post: the search has closed its outbox.
+        ends at its next post, because the search has closed its outbox.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():

@@ -199,10 +199,10 @@ class RemoteSearchChannel(SearchChannel):
     def _deliver_answers(self, *, is_late: bool) -> bool:
         """Deliver the answers that have arrived; return True if one of them is the awaited answer.
 
-        An error of the target is ignored: the next poll reads again. An answer that is damaged or of an unknown
-        version stops the trial: it saves and ends, and its next attempt gets other answers. If an answer is late, a
-        closed outbox also stops the trial: a new owner has ended the attempt. A waiting trial posts nothing, and
-        would not notice the new owner otherwise.
+        An error of the target is ignored, since the next poll reads again. An answer that is damaged or of an unknown
+        version stops the trial. The trial saves and ends, and its next attempt gets other answers. If an answer is
+        late, a closed outbox also stops the trial, because a new owner has ended the attempt. A waiting trial posts
+        nothing, and so would not notice the new owner.
         """
         unsolicited, step, is_closed = None, self._decision_step, False
         try:
@@ -261,14 +261,14 @@ class _RemoteAttempt:
     number: int
     milestone: int | None
     outbox: int
-    """The number of its outbox."""
+    """The number of the attempt's outbox."""
     last_post: int
     """The number of the last post that was read from the outbox."""
     has_ended: bool = False
     damage: TuneError | None = None
     """The error of an unreadable post: the search ends the attempt, and reads no further posts."""
     unread_since: float | None = None
-    """The time of the first failed read since the last complete read (monotonic clock); None if nothing is unread."""
+    """The monotonic time of the first failed read since the last complete read; None if nothing is unread."""
 
     def should_wait_for_posts(self, now: float) -> bool:
         """Return whether the end of the attempt must wait for unread posts; False after 10 minutes of errors."""
@@ -314,7 +314,7 @@ class RemoteExecutor:
         if trial.outbox is None:
             raise ValueError(f"trial {trial.id!r} has no outbox")
         with_store(self._target, lambda store: delete_unsolicited_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
-        if self._experiment_id is None:  # with this id, a late attempt detects that its experiment was deleted
+        if self._experiment_id is None:  # by this id, a late attempt notices that its experiment was deleted
             self._experiment_id = read_experiment_id(self._target, spec.trial.journal_key)
         channel = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), channel, number)

@@ -98,10 +98,10 @@ class TrialExecutor(Protocol):
     def __contains__(self, trial: str) -> bool: ...
 
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
-        """Start the requested attempt of a trial; find it if it already runs on another machine."""
+        """Start the requested attempt of a trial, or find the attempt if it already runs on another machine."""
 
     def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Answer a trial that waits at `step`, or send it an unsolicited answer if None; do nothing if it has ended."""
+        """Answer a trial that waits at `step`; without `step`, send an unsolicited answer. Ignore an ended trial."""
 
     def stop_all(self) -> None:
         """Request every trial to save and end."""
@@ -234,7 +234,7 @@ class LocalExecutor:
     def remove_attempt(self, trial: str) -> None:
         del self._channels[trial]
         self._slots.pop(trial, None)
-        self._awaited_events.pop(trial, None)  # its future holds a state of the experiment
+        self._awaited_events.pop(trial, None)  # free the experiment's state, which the future holds
 
     def reject_events(self) -> None:
         with self._guard:
@@ -278,7 +278,7 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial`, the number of slots is the smallest limit, or without a limit the number of CPUs. The
+    Without `resources_per_trial`, the number of slots is the smallest limit; without any limit, the number of CPUs. The
     trials that train at the same time share the CPUs; if there are fewer trials than slots, each share is larger.
 
     Args:

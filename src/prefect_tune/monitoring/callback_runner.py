@@ -93,7 +93,7 @@ class _QueueItem:
     experiment: Experiment
     """The state after this item."""
     event: Event | None = None
-    """None if this item only marks that the journal has all earlier events."""
+    """The event to deliver; None if the item only marks that the journal has all earlier events."""
     is_gap: bool = False
     """Whether earlier items were dropped because the queue was full; their events are in the journal."""
     is_last: bool = False

@@ -235,7 +235,7 @@ class EventEmitter(SearchObserver):
     def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.
 
-        `before` is the state before this run became the owner; None if this run ended no attempts at that time.
+        `before` is the state before this run became the owner; None if becoming the owner ended no attempts.
         """
         after = self.experiment
         self._emit_events([self._make_prefect_event(ExperimentStarted(term=after.term, trials=count_by_status(after)))])

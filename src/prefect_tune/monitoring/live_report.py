@@ -62,7 +62,7 @@ class ArtifactContent:
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """The key and the task run. An artifact never changes them."""
+        """The key and the task run, which never change during the life of an artifact."""
         return self.key, self.task_run
 
 
@@ -71,7 +71,7 @@ class EarlierArtifacts:
     """Artifacts that earlier runs, or a killed process of this run, may have left."""
 
     keys_to_update: frozenset[str]
-    """Keys with one artifact per run: this process updates the artifact of its own run."""
+    """Keys under which each run has its own artifact. This process updates the artifact of its run."""
     keys_to_delete: frozenset[str]
     """Keys of artifacts that this process deletes."""
     key_prefix: str

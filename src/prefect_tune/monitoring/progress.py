@@ -237,7 +237,7 @@ class SearchLog(SearchObserver):
         return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
-        """Describe the newest checkpoint; for a paused or pruned trial, only if it is not of the last step."""
+        """Describe the newest checkpoint; omit the checkpoint of the last step if the trial is paused or pruned."""
         key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
         if key is None:
             return "; no checkpoint"

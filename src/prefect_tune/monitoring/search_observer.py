@@ -40,7 +40,7 @@ class SearchObserver:
 
 
 class ObserverGroup(SearchObserver):
-    """Passes each call to several observers, in order. After an error, the observer is not called again.
+    """Passes each call to several observers, in order. An observer that raised an error is not called again.
 
     The error is logged, and the search continues: no decision and no journal entry depends on an observer.
     """
@@ -198,7 +198,7 @@ class LiveStatusPublisher:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop, and delete the live status if no trial is running. Waits at most 1 s for the target.
 
-        After `Superseded`, the live status of this process is always deleted: another process publishes now.
+        After `Superseded`, the live status of this process is always deleted, since another process publishes now.
         """
         self._is_superseded = kind is not None and issubclass(kind, Superseded)
         self._closed.set()
@@ -212,7 +212,7 @@ class LiveStatusPublisher:
             self._write_status(next_pause)
             pause, next_pause = next_pause, max(period, timedelta(seconds=time.monotonic() - began) * _PAUSE_FACTOR)
         experiment, running = self._read_running_trials()
-        may_be_left = self._written_count > 0 or experiment.term > 1  # by this owner, or by a killed owner
+        may_be_left = self._written_count > 0 or experiment.term > 1  # written by this owner, or by a killed owner
         if may_be_left and (self._is_superseded or not running):
             with suppress(TuneError), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
                 delete_live_status(store, experiment.key, experiment.term)

@@ -59,9 +59,9 @@ class Totals:
     trained_seconds: float | None
     """None if the time of a trial was not measured."""
     useful_seconds: float | None
-    """The training time that was not lost, see `slots`; `trained_seconds` if no slot was held."""
+    """The training time that was not lost, as in `slots`; equal to `trained_seconds` if no attempt held a slot."""
     lost_seconds: float
-    """The training time after the last commits of lost attempts, see `slots`."""
+    """The training time of lost attempts after their last commits, as in `slots`."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
@@ -164,7 +164,7 @@ class ReportInput:
 
     @property
     def elapsed_seconds(self) -> float:
-        """The time, in seconds, during which the experiment had an owner: without the time between runs."""
+        """The time, in seconds, during which the experiment had an owner. It excludes the time between runs."""
         return sum(compute_elapsed_seconds(period) for period, _ in self.runs)
 
     @cached_property

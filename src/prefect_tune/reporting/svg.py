@@ -76,7 +76,7 @@ class Drawing:
         self._shapes.append(f'<path class="line" d="{_format_path(points)}" {pen.format_stroke()}/>')
 
     def lines(self, lines: Iterable[Sequence[Point]], pen: Pen) -> None:
-        """Draw several lines with one pen, as separate paths: crossings are darker."""
+        """Draw several lines with one pen, as separate paths, so that crossings are darker."""
         paths = "".join(f'<path class="line" d="{_format_path(line)}"/>' for line in lines if line)
         if paths:
             self._shapes.append(f"<g {pen.format_stroke()}>{paths}</g>")
@@ -572,7 +572,7 @@ def _draw_attempts(
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {ANCHOR_END}')
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
-            # The last attempt of an ended trial gets the trial's status: a paused trial may have been pruned later.
+            # An ended trial's last attempt gets the trial's status, since a paused trial may have been pruned later.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status

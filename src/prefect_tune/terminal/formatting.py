@@ -138,7 +138,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def append_last_output(reason: object, output: str) -> str:
-    """Return why a process ended, followed by the process's last output; omit an output that the reason ends with."""
+    """Return why a process ended, followed by the process's last output; omit the output if the reason ends with it."""
     text, last_output = make_visible(reason).strip(), make_visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 

@@ -233,7 +233,7 @@ class LiveDisplay(threading.Thread):
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich would use the size of stdin, stdout or stderr. Raises `OSError` if the terminal has hung up.
+                # Rich would use the size of stdin, stdout or stderr. `OSError` is raised if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)
