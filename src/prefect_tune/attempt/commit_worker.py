@@ -4,9 +4,9 @@
 if a report needs a decision. The training loop never waits for a journal entry, only for decisions and saves
 (`runtime/session.py`).
 
-If the last step has a checkpoint, the trial finishes with the entry after its commit. Only then is it certain that no
-checkpoint was quarantined during the save for damage that the new checkpoint shares. Never: two files of one checkpoint
-with the same name and different bytes; an end that is journaled before an earlier save.
+If the last step has a checkpoint, the trial finishes with the entry after its commit. During the save, another
+checkpoint may be quarantined for damage that the new one shares; after the commit, it is certain that none was. Never:
+two files of one checkpoint with the same name and different bytes; an end that is journaled before an earlier save.
 """
 
 from __future__ import annotations
@@ -522,7 +522,7 @@ class TrialArtifacts:
     def prepare(self, attempt: int) -> None:
         """Download the artifacts of earlier attempts, so that the trial appends to their logs.
 
-        If that fails, this attempt uses a separate folder, so that it does not overwrite the earlier files.
+        If the download fails, this attempt uses a separate folder, and does not overwrite the earlier files.
         """
         if attempt == 1:
             if isinstance(self._syncer, TargetSyncer) and self._config.upload_dir is not None:

@@ -46,13 +46,13 @@ _ABANDON_TIMEOUT_SECONDS = 1.0
 def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, poll_interval: timedelta) -> _T:
     """Run `work(stop)` in a thread and return its result; a signal sets `stop`, and is raised when `work` has ended.
 
-    The signal handlers of Prefect and Python stay in place. Their exception arrives in the main thread. That thread
+    The signal handlers of Prefect and Python stay in place, and raise an exception in the main thread. That thread
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
     the caller is another thread, the exception is raised there, and the main thread gets the signal later
     (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
-    `work` still runs, and `work` retries no more: the process waits for its threads at exit. A second Ctrl-C kills the
-    trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for example because its
-    target hangs, SIGINT ends the process.
+    `work` still runs. From then on `work` does not retry, because the process waits for its threads at exit. A second
+    Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for
+    example because its target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
     Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned. The

@@ -295,7 +295,7 @@ class OtherNodes:
         threading.Thread(target=copy_context().run, args=(self._delete_objects, lambda _: paths), daemon=True).start()
 
     def _delete_objects(self, list_paths: Callable[[ObjectStore], Sequence[str]]) -> None:
-        """Try once to delete these objects. On an error, the end of this attempt or the next attempt tries again."""
+        """Try once to delete objects. After an error, this attempt tries again at its end, or the next attempt does."""
         with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
             store.delete(list_paths(store))
 
@@ -439,7 +439,7 @@ def train_node(
 def _connect_to_node_0(
     spec: TrialSpec, request: AttemptRequest, stop: threading.Event
 ) -> tuple[NodesKey, Connection] | Reason:
-    """Connect to node 0 of the requested attempt or a later attempt; return the reason if that fails."""
+    """Connect to node 0 of the requested attempt or of a later one; return the reason if that fails."""
     deadline, reachable_until = Deadline.after(_NODE_0_TIMEOUT), None
     first_attempt, poll_count = max(1, request.attempt), 0
     while deadline.remaining_seconds:
@@ -600,7 +600,7 @@ class _WorkerNode:
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
-        """Upload this node's files of a step. If the node has no files, node 0 expects no part from it."""
+        """Upload this node's files of a step. Node 0 expects no part from a node without files."""
         step, sender = wanted.key.step, (self._key, self._node, self._term)
         with self._part_lock:
             if step not in self._part_directories and step not in self._merged_directories:

@@ -178,10 +178,10 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` posts ago still exists: a search deletes the posts that it has read."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the newest still exists: a search deletes posts once read."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
-        """Return the time between posts: short while a search reads them, to show the newest step; otherwise longer."""
+        """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""
         live, sync_period = sync.live_period, sync.sync_period
         if live is None or (self._has_unread_posts and sync_period < _MAX_UNREAD_POSTS / 2 * live):
             return sync_period  # no search waits for newer posts
@@ -233,7 +233,7 @@ class SearchChannel(ABC):
     """The attempt's side of the connection to its search. Keeps answers that arrive before `subscribe`."""
 
     requests_decisions_by_report = False
-    """Whether the journaled report is the request for a decision: the search is another process."""
+    """Whether a journaled report itself requests the decision, since the search is another process."""
 
     def __init__(self) -> None:
         self.run_stop = threading.Event()

@@ -25,8 +25,8 @@ The first of these reasons ends the attempt (`_check_outcome`); on the right, it
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
     8  silence for `spec.silence_timeout`, except in saves and decisions         MACHINE
 
-`StopTrial` ends this attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends it as the
-whole run ends. Neither is a user's stop request, which leads to either. Never: a commit without the part of a rank.
+`StopTrial` ends this attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends it because
+the whole run ends. A user's stop request leads to one of these messages. Never: a commit without the part of a rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 PARTS_TIMEOUT = timedelta(minutes=5)
 """After rank 0 has added its part of a checkpoint, the other ranks have this time to add their parts."""
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""After the first rank of a launcher has joined, the others have this time to join, since their setup differs."""
+"""After the first rank of a launcher has joined, the other ranks have this time: setup times differ."""
 _MAX_FAILED_SAVES = 2
 """After this many consecutive failed saves, the attempt ends: a rank probably hangs."""
 _RETURNED_REASON = make_reason("returned")
@@ -95,7 +95,7 @@ def supervise(
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    The event `channel.run_stop` starts the grace period; if the work of this context is abandoned, it ends at once.
+    The event `channel.run_stop` starts the grace period, which ends at once if the context's work is abandoned.
     """
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
@@ -112,7 +112,7 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._reset_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
-        """(cause order, failure, rank, if any), in order of arrival; the lowest cause order marks the root cause."""
+        """(cause order, failure, rank or None), in order of arrival; the lowest cause order marks the root cause."""
         self._decided_outcome: Outcome | None = None
         """How rank 0 or the parent process ended; a failure of another rank in its last step replaces it."""
         self._last_ranks_deadline: Deadline | None = None
@@ -124,7 +124,7 @@ class _Supervisor:
         self._rank_end_reasons: dict[int, AnyReason] = {}
         """How each rank ended, if known; journaled for display, decides nothing."""
         self._returned_ranks: set[int] = set()
-        """The ranks that have returned, until a warning says that they returned before rank 0's last step."""
+        """The ranks that have returned. Cleared by the warning that ranks have returned before rank 0's last step."""
         self._steps = 0  # the count of steps that rank 0 has reported in this attempt
         self._submitted_count = self._failed_count = 0  # counted by this thread
         self._committed_count = 0  # counted by the commit worker's thread
@@ -304,7 +304,7 @@ class _Supervisor:
             self._last_ranks_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
-        """Record the failure of a rank; `after_end`: its process had already ended the training when it raised."""
+        """Record the failure of a rank; `after_end`: the rank raised after its process had ended the training."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -448,7 +448,7 @@ class _Supervisor:
         return self._make_attempt_ended(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Return the failure if metrics that rank 0 waits for are late; add a failure if their ranks have ended."""
+        """Return the failure if metrics that rank 0 waits for are late; add a failure if a rank ended without them."""
         if not self._metrics.missing_ranks or self._failures:
             return None
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
@@ -494,7 +494,7 @@ class PartCollector:
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
         self._failed: set[int] = set()
-        self._closed_step = -1  # no new checkpoint begins up to this step; late parts of begun ones are accepted
+        self._closed_step = -1  # no new checkpoint begins up to this step; late parts of begun checkpoints are accepted
 
     def reopen_step(self, step: int) -> None:
         """Accept parts of `step` again if `close_steps` has closed it: rank 0 commands all ranks to save this step."""

@@ -1,6 +1,6 @@
 """The resources of a machine, and their usage by an attempt, from the clock, /proc (processes) and NVML (GPUs).
 
-This module does not use psutil: it is not a dependency of Prefect, and scans all processes of the machine to find
+This module does not use psutil: psutil is no dependency of Prefect, and scans all processes of the machine to find
 children. Samples are taken at most once a second, and use at most a thousandth of a processor.
 """
 

@@ -5,7 +5,7 @@
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
 Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-Never: a fork of a template that is unsafe to fork, or one of whose forks has hung; a wait for an import after `stop` or
+Never: a fork of a template that is unsafe to fork, or that has a hung fork; a wait for an import after `stop` or
 for more than 10 minutes; a template that outlives the pool, unless trials that it has forked still run.
 """
 
@@ -81,9 +81,9 @@ class ProcessKey:
 
 
 def make_process_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
-    """Return the environment of a process: these variables, a temporary directory, this process's working directory."""
+    """Return a process's environment: `environment`, `temporary` as TMPDIR, and this process's working directory."""
 
-    def to_latin(text: str) -> str:  # one character per byte: a variable or a path may not be UTF-8
+    def to_latin(text: str) -> str:  # one character per byte: a variable or a path may be invalid UTF-8
         return os.fsencode(text).decode("latin-1")
 
     variables = {**make_interpreter_environment(environment), "TMPDIR": str(temporary)}
@@ -312,7 +312,7 @@ class ForkServers:
     def start_fork_source(self, key: ProcessKey, log: Log, slots: int = 1) -> _ForkSource:
         """Return the template or the fork server for trials with this key; start it, without waiting, if needed.
 
-        If there are more than two templates for each of the `slots`, end the least recently used templates.
+        If there are more than two templates per slot, end the least recently used templates.
         Raises RuntimeError after `close`.
         """
         with self._guard:

@@ -54,7 +54,7 @@ _TERM_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
-# The executors set the variables of a slot, and `runtime` those of a trial's child processes. No value in
+# The executors set the variables of a slot; `runtime` sets the variables of a trial's child processes. No value in
 # `AttemptRequest.environment` may be unique to a trial: otherwise no two trials could share an import.
 
 # Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
@@ -85,7 +85,7 @@ def make_interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, s
 
 def get_interpreter_flags() -> list[str]:
     """Return the flags of this interpreter, such as `-O` and `-W`, to start another interpreter."""
-    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # without most of `-X`
+    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # lacks most `-X` options
     options = sys._xoptions.items()  # noqa: SLF001 - it is documented
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
@@ -313,7 +313,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 # The channels of an attempt, by rank.
 
 PARENT_RANK: Final = -1
-"""The pseudo-rank of the parent process (the trial's own process, if it started ranks) unless it is rank 0 itself."""
+"""The pseudo-rank of the parent process (the trial's own process, if it started ranks), if the parent is not rank 0."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
@@ -362,7 +362,7 @@ class RankGroup:
         return PARENT_RANK in self._channels
 
     def is_local(self, rank: int) -> bool:
-        """Return whether the process of a rank is on this machine, like the first ranks and the ranks of a launcher."""
+        """Return whether the process of a rank is on this machine: one of the first ranks, or one of a launcher."""
         return rank < self._local_rank_count
 
     @property

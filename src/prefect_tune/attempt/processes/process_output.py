@@ -63,11 +63,11 @@ class WaitLog:
 
 
 class TrialOutput:
-    """Logs the lines that arrive on a descriptor until `stop`; of a progress bar, only the last state.
+    """Logs the lines that arrive on a descriptor until `stop`. Logs only the last state of a progress bar.
 
-    Only the first 65,536 characters of a line are logged, as soon as they arrive: this limits the memory for an endless
-    line. Prefect's log takes about a millisecond per line, and the process waits for it. So after a burst of 1,000
-    lines, further lines are dropped and counted.
+    Of a longer line, the first 65,536 characters are logged as soon as they have arrived, and the rest is dropped. So
+    an endless line takes little memory. Prefect's log takes about a millisecond per line, and the process waits for it.
+    So after a burst of 1,000 lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
@@ -153,8 +153,8 @@ def _count_readable_bytes(pipe: int) -> int:
 
 # Split output into the lines that a terminal shows in the end: of a progress bar, only its last state.
 #
-# A bar overwrites its line: "\r", then the new state. Of several bars, each bar but the first moves down and up again
-# for each state: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to the line.
+# A bar overwrites its line: "\r", then the new state. Each further bar moves the cursor down, writes its state, and
+# moves back up: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to the line.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")

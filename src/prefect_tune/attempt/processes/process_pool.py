@@ -50,9 +50,9 @@ _NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='n
 class TrialProcessPool:
     """A pool of trial processes. Enter the context, then call `open_process`, from any number of threads.
 
-    On Linux, processes are forked from a fork server, which has imported the modules that every trial needs; or,
-    depending on `reuse`, from a template, which has also imported the trainable's module. `start_import` or the first
-    `open_process` starts the fork server and the template. Other systems start a new process each time.
+    On Linux, processes are forked from a fork server, which has imported the modules that every trial needs. Depending
+    on `reuse`, they are forked from a template, which has also imported the trainable's module. `start_import` or the
+    first `open_process` starts the fork server and the template. Other systems start a new process each time.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
     process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
     that failed, was interrupted or declined a configuration is not reused.

@@ -123,7 +123,7 @@ class SaveFailed(Value):
 
 
 class CheckpointAndStop(Value):
-    """Stops the trial as soon as its state is saved: the whole run stops."""
+    """Stops the trial as soon as its state is saved, because the whole run stops."""
 
     type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Ends this attempt now, also for a pause or an exploit: the decision at a milestone, or an unsolicited one."""
+    """Ends this attempt now, also for a pause or an exploit. Sent as the decision at a milestone, or unsolicited."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -187,7 +187,7 @@ class CheckpointPart(Value):
     type: Literal["checkpoint-part"] = "checkpoint-part"
     step: int
     directory: PathName | None
-    """The rank's files; None if it adds none, or if they are on another node."""
+    """The rank's files; None if the rank adds no files, or if its files are on another node."""
     node: int = 0
     """The node that holds the files; 0 for the first node."""
 

@@ -68,7 +68,7 @@ def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) ->
 def delete_unsolicited_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
     """Delete an earlier owner's unsolicited message. Call this before an attempt is started or taken over.
 
-    The message was only for the earlier owner's run, or is journaled and will be sent again.
+    Either the message was only for the earlier owner's run, or it is journaled and will be sent again.
     """
     path = trial.answer_path(attempt, UNSOLICITED_STEP)
     if store.size(path) is not None:
@@ -76,7 +76,7 @@ def delete_unsolicited_answer(store: ObjectStore, trial: TrialKey, attempt: int)
 
 
 def list_answers(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
-    """Return the answers to attempts of `trial` up to `attempt`; no process reads the answers to an ended attempt."""
+    """Return the answers to the trial's attempts up to `last_attempt`; no process reads answers to an ended attempt."""
     return [
         listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= last_attempt
     ]
@@ -287,7 +287,7 @@ def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownRe
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return the view of an experiment; its last entry is from `written_at`. Send two requests if a trial runs."""
+    """Return the view of an experiment whose last entry is from `written_at`. Send two requests if a trial runs."""
     live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
@@ -423,7 +423,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt and its address; None if its number is below `at_least`, or the address unreadable."""
+    """Return the newest attempt and its address; None if its number is below `at_least`, or its address unreadable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:
@@ -435,7 +435,7 @@ def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> t
 
 
 def list_node_objects(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
-    """Return the objects of the nodes in attempts up to `attempt`; no process needs the objects of an ended attempt."""
+    """Return the nodes' objects of attempts up to `last_attempt`; no process needs the objects of an ended attempt."""
     return [
         listed
         for listed in store.list(trial.nodes_folder)
