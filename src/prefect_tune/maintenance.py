@@ -284,7 +284,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share; publish damage before quarantining it: later runs do not read quarantined checkpoints."""
+    """Read the daily share. Publish damage before the quarantine: later runs do not read quarantined checkpoints."""
     if options.daily_share is None:
         return
     result = verify_checkpoints(options.target, journal, options.daily_share, options.max_bytes, options.until)
@@ -403,11 +403,11 @@ def delete_experiment(
 
 
 def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageTarget) -> None:
-    """Raise `InvalidInput` if a run may own the experiment: a trial runs or a live status exists, and is not stale.
+    """Raise `InvalidInput` if a run may own the experiment: a trial runs, or a live status exists.
 
-    A search between two trials has only a live status, which a killed process no longer updates. What is stale depends
-    on this machine's clock. This check misses a search in its first second, and a search with
-    `live_period_seconds=None` while none of its trials runs.
+    A search between two trials has only a live status, which a killed process no longer updates. Stale information does
+    not count; this machine's clock decides what is stale. This check misses a search in its first second, and a search
+    with `live_period_seconds=None` while none of its trials runs.
     """
     last, live = read_entry_if_exists(store, state.key, state.entry_count), read_live_status(store, state)
     as_of = max(live.at if live else "", last.at if last else "")

@@ -5,10 +5,10 @@
     a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
                             each task writes one entry after another by `append_entry_after_newer`
 
-No process watches a run: the next run that takes over the journal owns it, without negotiation. Only a scheduled run
-ends if the owner is alive (`check_run_alive` in `prefect_api/flow_runs.py`: state and heartbeats). `has_process_ended`
-in `journal_access.py` decides whether the attempts of an earlier owner have crashed, and `terminal/formatting.py`
-decides what `show` calls *stale* and when `delete` is rejected.
+No process watches a run: the next run that takes over the journal owns it, without negotiation. The exception is a
+scheduled run: it ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive, by its state and
+heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have crashed.
+`terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
 
 The tasks have no memory: they read from the journal whether their flow run owns the experiment, has lost it, or has
 never owned it. Each takeover names the flow run and its run count. Never: a run that lost the experiment takes it back.
@@ -113,15 +113,15 @@ _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
-    """Return `plan`, whose call names no experiment, with a name; each repetition of the call gets the same name.
+    """Return `plan` with a name, since its call gives none; each repetition of the call gets the same name.
 
-    Each experiment of a root run has a document that identifies the call that claimed the name, by the call's location
-    and a digest of what the call trains. The first call gets the root's id as its name, other calls the id and a digest
-    of their number. So a retry may repeat the calls in another order, or only some of them.
+    Each experiment of a root run has a document. It identifies the call that claimed the name, by the call's location
+    and a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
+    and a digest of its number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: a retry could not distinguish this call from a running call; or an earlier try made another call
-            here that is neither finished nor repeated: this call may be the changed form of that call.
+        InvalidInput: a retry could not distinguish this call from a running call; or this call may be the changed form
+            of a call that an earlier try made here, and that is neither finished nor repeated.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -246,7 +246,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
     From then on, writes of other flow runs, and of earlier tries of this flow run, fail.
 
     Raises:
-        Superseded: this flow run owned the experiment, and another one has taken it over; or it was deleted.
+        Superseded: this flow run owned the experiment, and another has taken it over; or the experiment was deleted.
         InvalidInput: the experiment is a search, which writes its own journal; or the target is safe for one process
             only, and the flow's task runner uses several.
         ResumeFailed: the journal is damaged, or the experiment is being deleted; nothing was started.

@@ -1,9 +1,9 @@
 """Audit an experiment: derive each proposal and decision of its journal again, and report the first difference.
 
 Before the audit applies an event, it calls the functions of a running search to derive the event that the search had to
-write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So both policies get
-the results in the order of their arrival, and are in the same state at each event. A new owner creates a new policy and
-replays the journal to it; so does the audit.
+write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So the policies of the
+audit and of the search get the results in the order of arrival, and are in the same state at each event.
+A new owner creates a new policy and replays the journal to it; so does the audit.
 
     state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
 Never: show a policy more of the journal than the search had written; import code that only the journal names.
@@ -522,7 +522,7 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
 
 
 def _signal_if_no_new_trial(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Tell the schedule that no new trial can start, unless the search proposes one; an unknown one proposes none."""
+    """If the search proposes no trial, tell the schedule that none can start; an unknown search never proposes one."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_no_new_trial()
 

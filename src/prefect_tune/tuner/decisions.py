@@ -62,12 +62,12 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: consecutive losses, and its newest sequence
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: losses in a row, and its newest sequence
         self._undecidable_trials: dict[str, Reason] = {}  # by trial: the error of a report that lacked the metric
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
         """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
-        self._import_failure = ""  # the first failed import before any training: it would fail in all trials
+        self._import_failure = ""  # the first failed import before any training: all trials would fail
 
     def require_loaded_trainable(self) -> None:
         """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.

@@ -97,10 +97,10 @@ class Driver:
 
     When an attempt has exited, these act, in this order:
 
-    1. `_handle_attempt_exit` journals its remaining posts. By its error, pending stops and the trial's phase, the trial
-       is finished, given up, or added to `_ready_queue` (also by the handlers). The scheduler resumes those it paused.
-    2. `_take_next_trial` takes it from the queue once a slot is free. Only now is a lost attempt ended in the journal,
-       and a missed decision made: then the trial may be ended or paused, and does not start.
+    1. `_handle_attempt_exit` journals the remaining posts. The error, pending stops and the phase decide: the trial
+       is finished, given up, or added to `_ready_queue` (here or by a handler). The scheduler resumes trials it paused.
+    2. `_take_next_trial` takes the trial from the queue once a slot is free. Only now does it end a lost attempt in the
+       journal, and make a missed decision. If the decision ends or pauses the trial, the trial does not start.
     3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts it.
     """
 
@@ -291,7 +291,7 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the newest checkpoint of the exploited trial that a step can follow; if there is none, one of `trial`.
+        """Clone the exploited trial's newest checkpoint that leaves a step to train; if none does, one of `trial`'s.
 
         The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
@@ -353,7 +353,7 @@ class Driver:
             trial = self._experiment.trial(trial_id)
             was_reattached = trial_id in self._reattached
             if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
-                self._add_event(make_extension_event(trial))  # it met only an earlier owner's criterion
+                self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
                 self._ready_queue.append(trial_id)
 
     def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
@@ -432,8 +432,8 @@ class Driver:
     def _end_attempt_if_lost(self, trial_id: str) -> None:
         """Close the outbox, unless its attempt may still begin; if the attempt was lost, journal its end.
 
-        A lost attempt exited without its end in the journal. Its checkpoints are adopted, also those committed after a
-        damaged post. `retry_lost_attempt` counts it, and queues the trial.
+        A lost attempt exited without its end in the journal. Its checkpoints are adopted, even those committed after
+        a damaged post. `retry_lost_attempt` counts the lost attempt, and queues the trial.
         """
         if not self._has_unstarted_remote_attempt(trial_id):
             self._close_and_journal_outbox(trial_id)
@@ -526,7 +526,7 @@ class Driver:
 
         - Its attempt runs on another machine, and outlived its search: reattach to it, without a free slot.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
-        - Its attempt was lost: end it in the journal, with the checkpoints found; then as after any failed attempt.
+        - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
         - It is paused: decide what the earlier owner missed; it may resume.
         """
         trial = self._experiment.trial(trial_id)

@@ -101,7 +101,7 @@ class PendingEntry:
         self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        # The event count and stamp of a failed write, which may have arrived: it is repeated unchanged.
+        # The event count and stamp of a failed write. The write may have succeeded: it is repeated unchanged.
         self._retried_write: tuple[int, WriteStamp] | None = None
         self._prompt_actions: list[Callable[[], None]] = []
         self._delayed_actions: list[Callable[[], None]] = []
@@ -174,8 +174,8 @@ class PendingEntry:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_defer: whether events may stay unwritten until `sync_period` after the last write, or until 2 s after a
-                trial's status changed, if no action, attempt or stop request waits for them.
+            may_defer: whether to defer events that no action, attempt or stop request waits for. They are written
+                `sync_period` after the last write, or 2 s after a change of a trial's status, whichever is earlier.
         """
         is_awaited = any(submitted.is_awaited for submitted in self._submitted)
         is_needed = is_awaited or self._prompt_actions or self._has_stop_change
@@ -213,7 +213,7 @@ class PendingEntry:
 
 
 def _write_error_for_attempt(error: BaseException) -> Exception:
-    """Return the error for the attempts that wait for a write; if it was interrupted, the outcome is unknown."""
+    """Return the error for the attempts that wait for a write; if the write was interrupted, its outcome is unknown."""
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")

@@ -381,8 +381,8 @@ def _observing_search(
 ) -> Iterator[SearchObserver]:
     """Yield the observer that the driver notifies; on exit, wait until the observers have processed their queues.
 
-    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s, or 2 s after such a
-    request.
+    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s to finish; after a stop
+    request, 2 s.
     """
     target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
     search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)

@@ -128,8 +128,8 @@ class SearchPolicy:
     def resumes_without_scheduler(self, trial: Trial) -> bool:
         """Return whether to resume a paused trial at once, without a turn of the scheduler.
 
-        True if it paused for an exploit, or the present scheduler has not paused it: an earlier owner's did, or it
-        paused without a decision. The scheduler resumes or ends the trials that it has paused itself.
+        True if the trial paused for an exploit, or if an earlier owner's scheduler paused it, or if it paused without a
+        decision. The present scheduler resumes or ends the trials that it has paused itself.
         """
         return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 

@@ -353,8 +353,8 @@ class _StopRequestSender:
     def _read_end_message(self, state: Experiment) -> str | None:
         """Return a message about the end of the trial, or of the last run of the search; None if it has not ended.
 
-        A run that ends by itself publishes the results of the journal's last entry. Before that, a search whose trials
-        have all ended may still propose another trial.
+        A run that ends by itself publishes the results of the journal's last entry. Until they are published, a search
+        whose trials have all ended may still propose another trial.
         """
         if self._trial is not None:
             trial = state.trial(self._trial)

@@ -368,7 +368,7 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced, and with its clones listed in the trials that hold their bytes.
+    """Return the trials with `trial` replaced; each of its clones is listed in the trial that was cloned.
 
     Raises:
         IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so they may have been deleted.

@@ -255,7 +255,7 @@ def _as_timedelta(value: object, where: str) -> timedelta:
 
 
 def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
-    """Return the limits by metric, at or above which the stopper stops; `step` means the step's number."""
+    """Return the stopper's limits by metric: it stops at or above a limit. `step` means the step's number."""
     if isinstance(stopper, AnyOf):
         return {name: limit for part in stopper.stoppers for name, limit in collect_metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
@@ -469,7 +469,7 @@ class _TrialBudgetState(StopperState):
 class TimeBudget(ExperimentStopper):
     """End the experiment after this training time, summed over its trials and over all of its runs.
 
-    The journal counts the time: when a trial commits a checkpoint, when it ends, and every `sync_period`. Lost steps
+    The journal gets a trial's time when the trial commits a checkpoint or ends, and every `sync_period`. Lost steps
     that are trained again count once. A plain number means seconds. See `MaxSteps`.
     """
 
@@ -504,9 +504,9 @@ class _TimeBudgetState(StopperState):
 class ExperimentPlateau(ExperimentStopper):
     """End the experiment when its best trials are about equally good. See `MaxSteps`.
 
-    Like Ray's ExperimentPlateauStopper, but over trials instead of results: the experiment ends when the standard
-    deviation of the `top` best last values of finished trials is at most `std`, and stays so for `patience` more
-    finished trials. Further trials are then unlikely to be better.
+    Like Ray's ExperimentPlateauStopper, but over trials instead of results. Each finished trial counts with its last
+    value. The experiment ends when the `top` best values have a standard deviation of at most `std`, and this holds
+    for `patience` more finished trials. Further trials are then unlikely to be better.
 
     Args:
         metric: the metric to compare. Default: the first metric of the search's objective.

@@ -383,7 +383,7 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     (Phase.RUNNING, TrialPaused): Phase.PAUSED,
     (Phase.PAUSED, TrialResumed): Phase.PENDING,
     (Phase.PAUSED, TrialFinished): Phase.FINISHED,
-    # The scheduler decides on a milestone reported before the attempt ended, or lets it continue at once.
+    # The scheduler decides on a milestone reported before the attempt ended, or lets the trial continue at once.
     (Phase.PENDING, TrialPaused): Phase.PAUSED,
     (Phase.PENDING, TrialResumed): Phase.PENDING,
     (Phase.RUNNING, TrialResumed): Phase.RUNNING,

@@ -18,8 +18,8 @@ This works for any number of processes that do not know of each other, without l
   then does the entry count: see `generations`.
 - **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
 
-Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry, which an
-unmounted disk would accept; treat an unknown outcome as success or failure.
+Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry (the folder of
+an unmounted disk would accept it); treat an unknown outcome as success or failure.
 
 A snapshot is a cache of this fold. A snapshot that does not match the entries is discarded.
 """
@@ -93,7 +93,7 @@ def decode_entry(data: Buffer, path: str) -> Entry:
 
 
 def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
-    """Yield the entries after `after`, by number until an entry is absent: a stale listing hides no entry."""
+    """Yield the entries after `after`; read each by its number until one is absent, since a listing may be stale."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
     # A generator: a foreign file named like entry ten billion must not cause a list of ten billion paths.
@@ -134,7 +134,7 @@ def read_entry_if_exists(store: ObjectStore, journal: JournalKey, number: int) -
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the fold of the journal's entries; the empty experiment for an empty journal.
 
-    Reads the newest readable snapshot and the entries after it; all entries if these do not continue the snapshot.
+    Reads the newest readable snapshot and the entries after it. If these do not continue the snapshot, reads all.
 
     Raises:
         JournalCorrupt: an entry is missing or altered, or its events cannot follow the earlier ones.
@@ -214,7 +214,7 @@ def append_as_non_owner(
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
     `events_for` gets the state after the last entry, and returns the events to write, or none. If another writer was
-    faster, it is called again, so no entry comes between the state and the events. Its exceptions propagate.
+    faster, `events_for` is called again, so no entry comes between this state and the events. Its exceptions propagate.
 
     Raises:
         StoreRefused: there are events to write, but the target supports only one writer: see `has_conditional_create`.
@@ -332,7 +332,7 @@ def acquire_ownership(
         try:
             return append_events(store, state, [owner_changed, *events], stamp)
         except Superseded as race:
-            require_not_deleted(store, journal)  # after a deletion, there was no race
+            require_not_deleted(store, journal)  # raises if the experiment was deleted: then there was no race
             lost_race, loaded = race, None
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
@@ -407,7 +407,7 @@ def compute_snapshot_interval(experiment: Experiment) -> int:
 
 
 def is_snapshot_due(experiment: Experiment, before: int) -> bool:
-    """Return whether an interval has ended since entry `before`, by an entry of the owner or of a non-owner."""
+    """Return whether a snapshot interval has ended since entry `before`; entries of non-owners count too."""
     interval = compute_snapshot_interval(experiment)
     return experiment.entry_count // interval > before // interval
 

@@ -13,7 +13,7 @@ as the end of the outbox: the target decides whether the end or a post of the at
 - **Closing** may be repeated, by one owner or by several: a process that finds the end has read all earlier posts.
 - **A late post** comes from a request that seemed lost. If the end has its number, the post is refused. If its number
   is that of a journaled and deleted post, no process reads the late post.
-- **Deletion.** After creating a post, its writer checks that entry 1 of the journal exists; only then the post counts.
+- **Deletion.** After creating a post, its writer checks that entry 1 of the journal exists. The post counts only then.
 
 Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
 """
