@@ -37,10 +37,10 @@ _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
     """Return the target of `value` without contacting the target. Only a slug needs the Prefect server.
 
-    A string is a URI if it has a scheme, as in `s3://bucket/folder`; else a path if it starts with `/`, `./`, `../` or
-    `~`, or does not have exactly one `/`; else a `block-type/name` slug, whose type must be a target block. Therefore
-    write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path starts at the
-    current working directory. In a run of a deployment, whose worker chooses this directory, it is an error.
+    A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is a `block-type/name` slug if it has
+    exactly one `/` and does not start with `/`, `./`, `../` or `~`; the type must be a target block. All others are
+    paths. Write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path starts
+    at the working directory; in a run of a deployment, whose worker chooses this directory, the path is an error.
 
     Raises:
         InvalidInput: `value` is none of these, its scheme is read-only (`https`), the block is not saved on the

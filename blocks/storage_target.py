@@ -218,7 +218,7 @@ class StorageTarget(StrictBlock, ABC):
         """Return a context manager that yields the store. All operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration is invalid, whatever the target would answer.
+            InvalidInput: the configuration itself is invalid, independent of the target's answers.
             StoreRefused: the credentials cannot be read.
         """
 
@@ -232,7 +232,7 @@ class StorageTarget(StrictBlock, ABC):
         return Checkpoint._from_target(partial(_open_target, self), self.uri, key)  # noqa: SLF001 - the constructor made for this
 
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
-        """Write, read back, list and delete a probe object, and test create-if-absent by a small race.
+        """Write, read back, list and delete a probe object, and test create-if-absent by simultaneous creates.
 
         Errors of the target are not raised, but described by `message` of the result, in one line.
         """
@@ -313,7 +313,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     @classmethod
     def _from_location(cls, uri: str, location: Location) -> Self:  # noqa: ARG003  other targets use `uri`
-        """Return the target of a bucket's URI; the URI's options have the names of fields."""
+        """Return the target of a bucket's URI; each option in the URI sets the field of the same name."""
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
@@ -473,7 +473,7 @@ def _run_probes(store: ObjectStore) -> bool:
 def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     """Write, read back and list an object; return whether a second create of the object was refused."""
     data = os.urandom(64)
-    with _raising_probe_error("list"):  # before any write: an error here is no missing write permission
+    with _raising_probe_error("list"):  # before any write, so an error here is not about writing
         _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
     with _raising_probe_error("write"):
         create_idempotently(store, path, data)

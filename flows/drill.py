@@ -41,10 +41,10 @@ def drill(
 
     The drill compares all metrics of all steps, the steps that have a checkpoint, and all files of all checkpoints:
     `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, other files by byte. If
-    the comparison does not show whether the training itself is deterministic, the drill trains undisturbed again. It
-    compares the states of generators, optimizers, schedules, scalers and counters at the resume, to find what was
-    probably not restored. The runs train on this machine, one after another, each attempt in a copy of the working
-    directory, with one thread for linear algebra: the number of threads changes the order in which sums are rounded.
+    the comparison does not show whether the training itself is deterministic, the drill trains undisturbed again. To
+    find what was probably not restored, the drill compares the states of random generators, optimizers, schedules,
+    scalers and counters at the resume. The runs train one after another on this machine, each attempt in a copy of the
+    working directory. Linear algebra uses one thread, because more threads change the order in which sums are rounded.
 
     ```python
     report = pt.drill("prefect_tune.demo.model:Digits", {"width": 32})
@@ -56,8 +56,8 @@ def drill(
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times the drill kills a process of the second run (SIGKILL), after steps drawn with `seed`: in
-            turn the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
+        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` draws the steps. The process
+            is in turn the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
         at: the steps after which to kill, instead of drawn steps.
         seed: seed of the draws.
         save_every: the steps between two saves of a class trainable. A function saves whenever it reports a checkpoint.

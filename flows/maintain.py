@@ -66,8 +66,8 @@ def maintain(
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Default: all. Always kept:
-            the best checkpoint, each trial's newest checkpoint, cloned checkpoints, and those of the best trial.
-        time_budget_seconds: seconds after which no work begins. Each day, another experiment is first. Default: none.
+            the best checkpoint, each trial's newest, cloned checkpoints, and all checkpoints of the best trial.
+        time_budget_seconds: seconds after which no work begins. The first experiment differs each day. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:

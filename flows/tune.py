@@ -129,7 +129,7 @@ def tune(
         fail_fast: whether the first trial that errors ends the experiment; the other trials save and can be resumed.
             None: the same error in three trials ends it, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
-            exists, `never` (or false) that it does not. Ray's values, such as `auto+errored`, are also accepted.
+            exists, `never` (or false) that it does not exist. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains only these.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
             `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and do not count.
@@ -146,8 +146,8 @@ def tune(
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank in the
             environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
             as the attempt has GPUs, or CPUs if it has no GPUs, at least 1 and at most 8.
-        nodes_per_trial: how many nodes train a trial together, each a flow run of `trials="deployment"` or a task on
-            Dask or Ray, with `processes_per_trial` ranks; the nodes share only the target.
+        nodes_per_trial: how many nodes train a trial together; the nodes share only the target. Each node has
+            `processes_per_trial` ranks, and is a flow run of `trials="deployment"` or a task on Dask or Ray.
         min_nodes: number of nodes with which an attempt begins if the others have not begun after 2 minutes.
             Default: all.
         metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`; or, for each number

@@ -258,8 +258,8 @@ def save_checkpoint(
     """Publish a local directory as the checkpoint of a trial's step; on return it is committed and durable.
 
     From its first save on, the flow run owns the experiment: saves of other runs then fail. A run that is started again
-    takes the experiment over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry. In
-    that case call `restore_experiment_state`, which adopts this checkpoint, before `restore_checkpoint`. The next save
+    takes the experiment over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry.
+    `restore_experiment_state` adopts such a checkpoint; call it before `restore_checkpoint`. The next save
     sends only the missing bytes. A step whose save failed can be saved again, with the same files or with others.
     Saving a committed step again with the same files returns its checkpoint and sends nothing.
 
@@ -409,7 +409,7 @@ class _CheckpointSave:
 
 
 class _RetiredDuringRestoreError(Exception):
-    """The checkpoint is not damaged: its trial has newer checkpoints and has retired this one."""
+    """The checkpoint is not damaged: its trial has newer checkpoints and has retired this checkpoint."""
 
 
 @public_task(name="restore-checkpoint", task_run_name="restore {trial}", **TASK_RETRY_OPTIONS)
@@ -426,7 +426,7 @@ def restore_checkpoint(
 
     The task reads any experiment, also a running search, and takes no ownership. It quarantines a damaged checkpoint,
     logs an error, and restores the previous checkpoint. If a name is not on the target, but is similar to an existing
-    name, it logs a warning. For the other arguments, such as `timeout_seconds`, see `save_checkpoint`.
+    name, the task logs a warning. For the other arguments, such as `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     restored = pt.restore_checkpoint(target="runs", experiment="descent")

@@ -83,7 +83,7 @@ def acquire_experiment(
 ) -> Experiment:
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
-    A checkpoint whose save was killed between its manifest and its journal entry is adopted, and running trials
+    The task adopts a checkpoint whose save was killed between its manifest and its journal entry. Running trials
     become pending. If the experiment does not exist yet, it is created empty.
 
     Args:
@@ -134,9 +134,9 @@ def write_entry(
 def restore_experiment_state(*, target: TargetLike, experiment: str) -> ExperimentState:
     """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
-    Afterwards all saves of other runs and of this run's earlier tries fail. A checkpoint whose save was killed just
-    before its journal entry is adopted, and running trials become pending. The first `save_checkpoint` of a flow run
-    does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
+    Afterwards all saves of other runs and of this run's earlier tries fail. The task adopts a checkpoint whose save
+    was killed just before its journal entry, and running trials become pending. The first `save_checkpoint` of a flow
+    run does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
     finished. To read without taking over, use `pt.load_results`. If the experiment is new and another experiment on the
     target has a similar name, the task logs a warning.
 
@@ -152,7 +152,7 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
         ExperimentState: its trials, each with status, step, metrics and newest checkpoint.
 
     Raises:
-        Superseded: this flow run owned the experiment, and another one has taken it over. Stop.
+        Superseded: this flow run owned the experiment, and another flow run has taken it over. Stop.
         InvalidInput: an argument is invalid, or the experiment is a search.
         ResumeFailed: the experiment exists and cannot be read. Nothing was started.
         StoreUnavailable, CommitUnknown: the target failed for longer than the retries last.
@@ -246,7 +246,7 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
     """Return the reports that are not in the journal yet.
 
     A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
-    steps are new, unless the trial has ended and its last report is the last of these: the call is then a repetition.
+    steps are new. But if the trial has ended with the last of `reports`, the call is a repetition, and none is new.
     """
     if trial is None:
         return reports
@@ -356,7 +356,7 @@ def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
 def _load_requested_fork_point(
     store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
 ) -> ForkPoint:
-    """Return the origin at the requested entry; by default, at the entry that an earlier try forked, else the last."""
+    """Return the origin at the requested entry. Default: the entry that an earlier try forked, or else the last."""
     earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     point = load_fork_point(store, origin.key, entry)

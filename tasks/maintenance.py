@@ -117,6 +117,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a function that tells whether another item may start: before `until` and 80 % of this try's timeout."""
+    """Return a function that tells whether another item may start. None starts after `until` or 80 % of the timeout."""
     deadline = datetime.now(UTC) + _MAX_START_FRACTION * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

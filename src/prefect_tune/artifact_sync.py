@@ -66,7 +66,7 @@ class SyncAction(Enum):
 class Syncer(ABC):
     """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
-    A subclass needs only the three abstract methods; its constructor need not call this constructor. Each attempt of a
+    A subclass needs only the three abstract methods, and need not call the constructor of `Syncer`. Each attempt of a
     trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may finish
     before they return, or in the background. A subclass that works in the background should override `wait`, to
     raise the errors, and `retry`.
@@ -330,7 +330,7 @@ class TargetSyncer(Syncer):
             SyncTimedOut: the commands did not end within `timeout`, or `sync_timeout` stopped a command.
             TuneError: a command failed; the error has the class of its cause. Each `wait` raises the error until a
                 retry succeeds or a later command replaces the failed command. An error of `sync_down` that no retry can
-                help is raised once.
+                fix is raised only once.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if seconds is None else self._clock() + seconds
@@ -481,7 +481,7 @@ def _make_absolute(local_dir: str) -> str:
 
 
 def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the patterns without the built-in patterns: the syncer reports the files that match a built-in pattern."""
+    """Return only the user's patterns. Files that match a built-in pattern are left out too, but are reported."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 

@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. Defaults set by `with_initial_data` would drop titles and descriptions."""
+    """Return the form with these defaults. `with_initial_data` would drop the fields' titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,

@@ -186,7 +186,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_job_variables(value: Any) -> Iterator[CodeChoice]:
-    """Yield the names of the job variables, which choose code (`command`, `image`); their values may be secret."""
+    """Yield only the names of the job variables, which choose code (`command`, `image`); the values may be secret."""
     if value:
         names = ", ".join(map(repr, value)) if isinstance(value, Mapping) else "no mapping"
         yield CodeChoice("trial_job_variables", names)

@@ -1,6 +1,6 @@
-"""Prefect's API: a client that raises one-line errors, temporary errors, and the error of an incompatible Prefect.
+"""Call Prefect's API with one-line errors, recognize temporary errors, and report an incompatible Prefect.
 
-To ask upstream: a class for temporary errors, and one for features that a release lacks.
+To ask upstream: a class for temporary errors, and a class for the error that a release lacks a feature.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIN_TESTED_VERSION = "3.8.0"
 
 
 def prefect_changed_error(change: str) -> TuneError:
-    """Return the error that Prefect has changed, with the next step."""
+    """Return an error that says that Prefect has changed, and what to do next."""
     return TuneError(
         f"Prefect {prefect.__version__} has changed: {change}. This release of prefect-tune is tested with Prefect "
         f"{MIN_TESTED_VERSION} up to the newest 3.x at its release: install one of these, or a newer prefect-tune"

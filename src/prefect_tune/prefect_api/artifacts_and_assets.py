@@ -70,7 +70,7 @@ def make_materialization_event(asset: Asset, sources: Iterable[Asset], metadata:
 
 
 def make_reference_event(asset: Asset) -> PrefectEvent:
-    """Return the event by which Prefect records an asset as a source of others."""
+    """Return the event by which Prefect records an asset as a source of other assets."""
     return PrefectEvent("prefect.asset.referenced", _make_asset_resource(asset))
 
 

@@ -1,4 +1,4 @@
-"""Keep a flow run's log and tags apart from its caller's, and identify its call by a key that repetitions keep.
+"""Keep a flow run's log and tags apart from its caller's, and identify its call by a key that a repeated call keeps.
 
 Experiment names, seeds and added samples are derived from the key if a call does not specify them.
 """
@@ -117,7 +117,7 @@ def current_flow_run() -> FlowRun:
 def _build_path(
     root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
-    """Return the path of the last of `calls`, each a flow run and the task run that represents the call of this run."""
+    """Return the path of the last of `calls`, which pair each flow run with the task run that represents its call."""
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _get_calling_task()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a task's call. Its number tells it from equal calls by equal tasks in this `execution`."""
+    """Return the path of a call that a task makes. A number tells equal calls by equal tasks of `execution` apart."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")
@@ -202,7 +202,7 @@ def claim_call_key(key: str) -> None:
 
 
 def _differ_by_order(key: str, other: str) -> bool:
-    """Return whether two keys first differ in the number of a call, made by the same caller to the same flow."""
+    """Return whether the first difference of the keys is the number of a call by the same caller to the same flow."""
     levels = zip(key.split("/"), other.split("/"), strict=False)
     first, second = next(((first, second) for first, second in levels if first != second), ("", ":"))
     return first.partition(":")[0] == second.partition(":")[0]

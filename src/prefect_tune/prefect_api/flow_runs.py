@@ -42,8 +42,8 @@ def make_failed_result(error: Exception, returns: type[_R]) -> _R:
     Prefect raises `error` in the caller of the flow, or returns the state if the caller requested the state. The state
     has the message of the error. If the flow raised the error itself, Prefect would log a traceback.
 
-    In a flow with retries, the error is raised: Prefect 3.8 retries a flow only after an exception, and would leave a
-    run that returns its failure scheduled.
+    If the flow has retries, this function raises `error`. Prefect 3.8 retries a flow only after an exception: a run
+    that returned its failure would stay scheduled.
     """
     del returns
     context = FlowRunContext.get()
@@ -156,8 +156,8 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
     `suspend_flow_run` saves the form after the state: if the process ends in between, the UI cannot resume the run. It
-    also rejects a run that was suspended in the UI. So this function saves the form first, and forces the state: the
-    server's rules reject this state for a suspended run, and since 3.9 accepting the state deletes the form.
+    also rejects a run that was suspended in the UI. So this function saves the form first. It forces the state, because
+    the server's rules reject this state for a suspended run. Since 3.9, accepting the state also deletes the form.
 
     Raises:
         Abort: the run is no longer running or suspended.
@@ -172,7 +172,7 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
     client.set_flow_run_state(run_id, state, force=True)
 
 
-# *Cancel* of a flow run, detected by the run itself: its worker may have been killed, and a script has no worker.
+# *Cancel* of a flow run, detected by the run itself, since its worker may have been killed, and a script has no worker.
 #
 # A live worker sends SIGTERM within seconds. In both cases the trials save, and the run ends as Cancelled.
 #

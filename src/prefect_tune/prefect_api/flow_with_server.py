@@ -81,8 +81,8 @@ class FlowWithServer(Flow[_P, _R]):
     def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # one signature, see below
         """Validate the arguments, then run the flow as Prefect does.
 
-        Prefect's overloads for `return_state=True` work, but the types omit them: with them, type checkers report a
-        misspelt option as a call that matches none of five signatures, without the option's name.
+        `return_state=True` works as in Prefect, but has no overload. With Prefect's overloads, type checkers report a
+        misspelt option as a call that matches none of five signatures, and do not name the option.
 
         Raises:
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; no run was
@@ -364,7 +364,7 @@ def _skip_heartbeat_joins() -> None:
 
 LIGHT_SERVER_SETTINGS: Mapping[str, str] = {
     # Defaults of the server; the user's settings override them.
-    # By default, each of a task run's three states is a transaction; a delay of 1 s is acceptable in the UI.
+    # By default, each of a task run's three states is one transaction. Batches delay the UI by 1 s at most.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

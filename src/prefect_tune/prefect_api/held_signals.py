@@ -11,9 +11,9 @@ So, while a search runs outside of the main thread:
 The handlers of Prefect, asyncio and the script are called after the save, as after a search in the main thread. The
 main thread may be blocked in C code until then.
 
-The handler is `l64a` of the C library. It only writes its argument, in base 64, into its own buffer, because a signal
-may arrive in any thread, even in a new thread that Python does not know yet. (In such a thread, the handler of
-`faulthandler` writes nothing; with `all_threads`, it reads threads that are just ending, and crashes.)
+The handler is `l64a` of the C library, which only writes its argument, in base 64, into its own buffer. This is safe in
+any thread where a signal may arrive, even in a new thread that Python does not know yet. (In such a thread, the handler
+of `faulthandler` writes nothing; with `all_threads`, it reads threads that are just ending, and crashes.)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call that ends on a signal. A call in the main thread takes part while other threads have calls."""
+    """A call that ends on a signal. In the main thread, it also ends on a signal that other threads' calls hold."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -140,7 +140,7 @@ class _SignalHolder:
                 self._changed.wait_for(lambda: not self._count_background_calls())
 
     def before_fork(self) -> None:
-        """Block signals to the child until it has its own handlers: the parent's handlers notify the parent."""
+        """Block signals to the child until it has its own handlers: the inherited handlers notify the parent."""
         is_held = any(holdable.is_held for holdable in self._holdable_signals)
         _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if is_held else ())
 
@@ -239,7 +239,7 @@ def holding_signals() -> Iterator[None]:
 def saving_on_signals() -> Iterator[None]:
     """Hold signals back in this block, whose trials save on a signal.
 
-    A call in the main thread does not hold signals itself: it takes part while other threads hold them.
+    A call in the main thread does not start to hold signals. It receives the signals that other threads hold.
     """
     outer = _signal_holder.current_call()
     call = outer or _signal_holder.begin_call()

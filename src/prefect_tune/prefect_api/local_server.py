@@ -57,7 +57,7 @@ class PrefectServer:
             self.process.wait(_EXIT_TIMEOUT.total_seconds())
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.communicate()  # reaps it and closes its stdin, which would end it at once if closed earlier
+        self.process.communicate()  # reaps the server and closes its stdin; closing it earlier would end the server
 
 
 def start_prefect_server(

@@ -92,9 +92,9 @@ def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Task
     return runs
 
 
-# The type of the public tasks: for pyright, Prefect's own types of `submit` are partly unknown, and lack `wait_for`.
+# The type of the public tasks. For pyright, Prefect's own types of `submit` are partly unknown, and lack `wait_for`.
 #
-# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is no valid signature: pyright treats its
+# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is not valid, so pyright treats its
 # arguments as unknown, and mypy also requires `return_state`.
 
 _P = ParamSpec("_P")
@@ -128,8 +128,8 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
 
 # Keep Prefect's messages about the ends of inner tasks, and about unsent events, out of the log of a search.
 #
-# To ask upstream: a task option that omits the message at its end; that a service which fails to process an item does
-# not log the item's `repr`, which has 14 lines for an event.
+# To ask upstream: a task option that omits the message at its end; and, when a service fails to process an item, a log
+# message without the item's `repr`, which has 14 lines for an event.
 
 TRIAL_TASK_NAME = "run-trial"
 """The task that runs an attempt. Prefect's message at its end is hidden: the search logs the attempt's end."""
