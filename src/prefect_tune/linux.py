@@ -170,7 +170,7 @@ def iter_process_tree(pid: int) -> Iterator[int]:
 
 
 def read_process_usage(pid: int) -> tuple[float, int] | None:
-    """Return a process's CPU seconds, with those of its exited children, and its memory in bytes; None if unknown."""
+    """Return a process's CPU seconds, including its exited children's, and its memory in bytes; None if unknown."""
     with suppress(OSError):
         fields = _read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may have any characters
         return sum(map(int, fields[11:15])) / _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES

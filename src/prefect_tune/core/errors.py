@@ -122,7 +122,7 @@ class CrashLoop(TuneError):
 
 
 class SearchFailed(TuneError):
-    """Every trial of the search errored, or the first three errors are equal: fix the cause, then run it again."""
+    """Every trial of the search errored, or the first three errors are equal: fix the cause, then repeat the search."""
 
     def __init__(self, message: str, results: object = None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Convert metrics and other values from outside to plain JSON, or reject them.
 
 A scalar is None, a bool, a number or a text: a value of Python's own types, of a subclass (`class Kind(str, Enum)`) or
-of Python's numeric tower (NumPy's types, `Fraction`), or the element of an array or tensor without dimensions. It is
-converted to Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
+of Python's numeric tower (NumPy's types, `Fraction`), or the element of an array or tensor without dimensions. A scalar
+is converted to Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
 """
 
 from __future__ import annotations

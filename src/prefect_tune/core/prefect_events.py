@@ -162,9 +162,9 @@ def get_event_name(event: Event) -> str:
 
 
 def make_event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON, with the version; at the end of an attempt, with the trial's state `after` it.
+    """Return an event's payload as JSON, with the version. The end of an attempt adds the trial's state `after` it.
 
-    A reason becomes two fields: its sentence for display, and `reason_code` for conditions, None for a user's text.
+    A reason becomes its sentence, for display, and a `reason_code` for conditions, which is None for a user's text.
     Values are truncated by `truncate_json`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})

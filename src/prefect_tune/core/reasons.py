@@ -158,7 +158,7 @@ _CODES_WITH_ERROR = frozenset(
 
 
 def find_root_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without the reasons around it, which are about retries."""
+    """Return the error that ended an attempt, without the reasons about retries that enclose the error."""
     while isinstance(reason, Reason) and "error" in reason.arguments and reason.code in _CODES_WITH_ERROR:
         reason = _parse_reason(reason.arguments["error"])
     return reason

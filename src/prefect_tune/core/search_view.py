@@ -131,7 +131,7 @@ class AttemptPeriod:
     is_earlier: bool = False
     """Whether an earlier run started the attempt."""
     is_abandoned: bool = False
-    """Whether another owner has taken over: the attempt ended with its last event, and its outcome is unknown."""
+    """Whether another owner has taken over. The attempt counts as ended at its last event; its outcome is unknown."""
     report: StepReport | None = None
     """The newest report while the attempt runs; None before its first step."""
     reported_at: datetime | None = None
@@ -139,7 +139,7 @@ class AttemptPeriod:
     """The longest time between two reports, or before the first report."""
     ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The drawn status: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure, except of the machine."""
+    """The drawn status: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure that is not the machine's."""
     is_lost: bool = False
     """Whether the attempt ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
@@ -223,11 +223,11 @@ class SearchView:
         self._counts = RunCounts()
         self._run_began = _EPOCH
         self._is_complete = True
-        self._losses: dict[str, tuple[Losses, bool]] = {}  # of the last reports; whether they are inherited
+        self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report; whether inherited
         self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run. Events of earlier runs no longer count, and lost steps are not compared."""
+        """Begin the present owner's run. Events of earlier runs no longer count; lost steps are no longer compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)

@@ -140,7 +140,7 @@ def record_slot_freed(
 
 
 def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
-    """Return the records after the last run freed a slot that was held for `seconds` from the time `since` on."""
+    """Return the records after the last run freed a slot. The slot was held for `seconds`, from the time `since` on."""
     return (*runs[:-1], *(_extend_run(run, parse_time(since), seconds) for run in runs[-1:]))
 
 
@@ -152,7 +152,7 @@ def extend_previous_run(runs: tuple[RunRecord, ...], at: str | None) -> tuple[Ru
 
 
 def _extend_run(run: RunRecord, begin: datetime | None, seconds: float) -> RunRecord:
-    """Return the run with an end `seconds` after `begin` if that is later. An unreadable time changes nothing."""
+    """Return the run; its end moves to `seconds` after `begin` if this is later. An unreadable time changes nothing."""
     last_known = parse_time(run.ended_at or run.began_at)
     if begin is None or last_known is None or (begin - last_known).total_seconds() + seconds <= 0:
         return run

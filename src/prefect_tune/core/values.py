@@ -56,7 +56,7 @@ class Value(BaseModel):
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`, which adds the updated names to the set of fields: the shared set has them already."""
+        """Copy for `model_copy`. It adds the updated names to the set of fields; the shared set already has them."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -88,7 +88,7 @@ NUMBER_VALIDATOR = BeforeValidator(_to_number)
 INTEGER_VALIDATOR = BeforeValidator(_to_integer)
 """For types with bounds: `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`. Forms ignore bounds after the validator."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
-"""The type of a parameter that is a finite number: of Python or NumPy, or a text from JSON or YAML; not a bool."""
+"""A parameter of this type is a finite number of Python or NumPy, or its text from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
 """The type of a parameter that is an integer, like `Number`; 3.0 is not an integer."""
 

@@ -167,8 +167,8 @@ class RungSchedule(Schedule):
 class StoppingSchedule(RungSchedule):
     """Prunes a trial whose loss is above the 1 / `reduction_factor` quantile of the earlier trials at the rung.
 
-    It decides like Ray's AsyncHyperBandScheduler: the quantile is interpolated; the first trial at a rung, and a trial
-    whose loss equals the quantile, continue.
+    It decides like Ray's AsyncHyperBandScheduler. The quantile is interpolated. The first trial at a rung continues;
+    so does a trial whose loss equals the quantile.
     """
 
     def on_trial_ended(self, trial: TrialId) -> None:
@@ -203,7 +203,7 @@ class PromotionSchedule(RungSchedule):
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
         self._running: set[TrialId] = set()
         self._lacks_new_trials = False
-        self._has_promoted_to_end = False  # from the last rung of a bracket: that trial trains to `max_t`
+        self._has_promoted_to_end = False  # whether a last rung promoted a trial, which trains to `max_t`
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)
@@ -281,11 +281,11 @@ class ASHA(Scheduler):
     Rungs are the steps `grace_period`, `grace_period` * `reduction_factor` and so on, rounded up, below `max_t`. ASHA
     is asynchronous: a trial is compared with the trials that reached the rung earlier.
 
-    `variant="promotion"`, the default, is the algorithm of the paper: every trial pauses at each rung, and a free slot
-    goes to the best paused trial among the best 1 / `reduction_factor` of its rung; without such a trial, a new trial
-    starts. This variant needs checkpoints, trains fewer steps for the same result, and corrects early mistakes: a trial
-    may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it prunes the worse trials of a rung,
-    pauses no trial, and needs no checkpoints.
+    `variant="promotion"`, the default, is the algorithm of the paper. Every trial pauses at each rung. A free slot goes
+    to the best paused trial that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial
+    starts. This variant needs checkpoints, and trains fewer steps for the same result. It corrects early mistakes: a
+    trial may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it prunes the worse trials of a
+    rung, pauses no trial, and needs no checkpoints.
 
     Several `brackets` protect against misleading early results: each begins one rung higher than the bracket before,
     and trials are distributed over them in the proportions of Hyperband.

@@ -29,7 +29,7 @@ class Continue(Value):
 class Pause(Value):
     """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If it returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
+    If the method returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -112,8 +112,8 @@ class Schedule(RenamedMembers, ABC):
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
     `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: the journaled decisions were
     carried out already. Afterwards, both schedules must be in the same state: a schedule reads no clock, and draws
-    random numbers only from the seed of `begin`. A changed scheduler may decide differently: a trial that only the old
-    one paused gets `on_trial_resumed`; a trial that the old one pruned stays pruned.
+    random numbers only from the seed of `begin`. A changed scheduler may decide differently. A trial that only the old
+    scheduler paused gets `on_trial_resumed`; a trial that the old scheduler pruned stays pruned.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -136,9 +136,9 @@ class Schedule(RenamedMembers, ABC):
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        `step` is the step of the last decision about the present weights: 0, or after an exploit the source's. Called
-        for each attempt that starts, and after each decision; changes no state. A function trainable cannot save at
-        every step: its milestone is the first report at or after the returned step.
+        `step` is the step of the last decision about the present weights: 0 if none; after an exploit, the step of
+        the last decision on the source. Called for each attempt that starts, and after each decision; changes no state.
+        A function trainable cannot save at every step: its milestone is the first report at or after the returned step.
         """
 
     @abstractmethod
@@ -175,11 +175,11 @@ class Schedule(RenamedMembers, ABC):
         return False
 
     def on_no_new_trial(self) -> None:
-        """Record that no new trial can start at present; the next `on_trial_added` revokes it.
+        """Record that no new trial can start, until the next `on_trial_added`.
 
-        The search is exhausted, or waits for a trial to end while none is running: paused trials need not wait for more
-        trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop` return, but no
-        decision: it is not journaled, and is repeated after a resume if it still applies.
+        The search is exhausted, or waits for a trial to end while none is running. So paused trials need not wait for
+        more trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop` return,
+        but no decision. The call is not journaled; it is repeated after a resume if it still applies.
         """
         return
 

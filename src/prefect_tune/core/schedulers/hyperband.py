@@ -92,11 +92,11 @@ class Bracket:
 class Hyperband(Scheduler):
     """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it; see `ASHA`.
 
-    Trials fill one bracket after the other. The first bracket has many trials and a first rung at few steps; the few
-    trials of the last bracket all train `max_t` steps; then the brackets repeat. At each rung, the best 1 /
-    `reduction_factor` of the trials continue, at least one. A trial that reaches a rung pauses until the rung is
-    decided; the trials of the next bracket use its slot. When no new trial is available, the last bracket is decided
-    with the trials that it has.
+    Trials fill one bracket after the other; after the last bracket, the brackets repeat. The first bracket has many
+    trials, and its first rung is at few steps. The last bracket has few trials, which all train `max_t` steps. At each
+    rung, the best 1 / `reduction_factor` of the trials continue, at least one. A trial that reaches a rung pauses until
+    the rung is decided; the trials of the next bracket use its slot. When no new trial is available, the last bracket
+    is decided with the trials that it has.
 
     `brackets` returns each bracket's number of trials and first rung: (81, 1), (34, 3), (15, 9), (8, 27) and (5, 81)
     for `max_t=81` and `reduction_factor=3`.

@@ -31,13 +31,13 @@ from prefect_tune.core.values import TrialId
 class MedianStopping(Scheduler):
     """Prune a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, the best loss of a trial since its first step is compared with the
-    other trials that reached the step: with the median of their mean losses since `grace_period`. The trial continues
-    while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only every
-    `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
+    From `grace_period` on, every `interval` steps, a trial's best loss since its first step is compared with the median
+    of other trials' mean losses since `grace_period`; trials that have not reached the step do not count. The trial
+    continues while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only
+    every `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
 
-    With `min_time_slice`, a trial that lacks other trials releases its slot after that many steps, and continues when
-    there are enough: comparisons start early even with few slots. This option needs checkpoints. See `ASHA`.
+    With `min_time_slice`, a trial that lacks other trials releases its slot after that many steps. The trial continues
+    when enough others reached the step: comparisons start early even with few slots. It needs checkpoints. See `ASHA`.
 
     Args:
         grace_period: the step of the first comparison.
@@ -110,7 +110,7 @@ class _MedianStoppingSchedule(Schedule):
         if index <= progress.last_milestone_index:
             return self._repeat_decision(progress)
         self.on_trial_resumed(report.trial)  # a trial that reports is not paused, even if the last decision was a pause
-        if progress.loss_count:  # its mean so far counts at milestones that it passed without a report
+        if progress.loss_count:  # the trial's mean so far counts at milestones that it passed without a report
             for passed_index in range(progress.last_milestone_index + 1, index):
                 insort(self._means[passed_index], progress.mean_loss)
         progress.last_milestone_index = index

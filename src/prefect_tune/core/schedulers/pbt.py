@@ -66,7 +66,7 @@ class Explorer:
     In a list of options, the next or the previous option is taken; at an end, the option may stay the same. A value
     outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
     step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
-    real 0 is resampled, because no factor changes it. Functions are computed last, from the changed configuration.
+    real 0 is resampled, because no factor changes it. Functions are called last, with the changed configuration.
     """
 
     mutations: Mutations
@@ -197,8 +197,8 @@ class PBT(Scheduler):
 
     A trial is compared `perturbation_interval` steps after its last comparison, and not before `burn_in_period`. It
     commits a checkpoint, and its result is compared with the last results of all other trials that have not ended. If
-    the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over the
-    checkpoint, the configuration and the step of the last comparison of that trial. Then the values named in
+    the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over
+    that trial's checkpoint, configuration, and step of the last comparison. Then the values named in
     `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
     `perturbation_factors`. Until the trial's next result, its last result counts, as in Ray, but no other trial
     exploits the trial.

@@ -59,7 +59,7 @@ class Float(_SpaceNode):
         return _format_call(*get_constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        """Return the value at `quantile`, in [0, 1): this fraction of all draws is smaller."""
+        """Return the value that is larger than the fraction `quantile` of all draws; `quantile` is in [0, 1)."""
         if self.q is not None:
             half = self.q / 2
             return self.nearest_value(_interpolate(self.low - half, self.high + half, self.scale, quantile))
@@ -269,7 +269,7 @@ class Choice(_SpaceNode):
         return f"choice({list(self.options)}{weights})"
 
     def draw_at(self, quantile: float) -> int:
-        """Return the index of the option at `quantile`, in [0, 1), of all draws."""
+        """Return the index of the option at `quantile` of all draws; `quantile` is in [0, 1)."""
         if self.weights is None:
             return int(quantile * len(self.options))
         ends = list(accumulate(self.weights))
@@ -290,7 +290,7 @@ class Grid(_SpaceNode):
         return f"grid_search({list(self.options)})"
 
     def draw_at(self, quantile: float) -> int:
-        """Return the index of an option, like `Choice`: some searches also draw from grids."""
+        """Return the index of an option, like `Choice.draw_at`; some searches draw from grids, too."""
         return int(quantile * len(self.options))
 
 
@@ -395,13 +395,13 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     ```
 
     `config` is the whole configuration; a value is resolved when the function reads it. The function must not draw
-    random numbers: read random numbers from a domain, so that a resumed experiment gets the same numbers.
+    random numbers. Let a domain draw them, and read them from `config`: a resumed experiment gets the same numbers.
     """
     return SampleFrom(function)
 
 
 def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Return a part of a configuration or space with dicts for its dataclasses and mappings, and with plain scalars.
+    """Return a part of a configuration or space. Its dataclasses and mappings become dicts, its scalars plain scalars.
 
     Domains and values that are not JSON stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """

@@ -107,7 +107,7 @@ def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> flo
 
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
-    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option that allows this."""
+    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option for missing metrics."""
     for name in names:
         try:
             _require_metric(metrics, name, where)

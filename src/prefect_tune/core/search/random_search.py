@@ -25,7 +25,7 @@ from prefect_tune.core.search.space import (
     validate_space,
 )
 
-# Grid points have numbers, and are never listed: a point of nested and conditional grids is a mixed-radix number. The
+# Grid points are never listed: each point, even of nested and conditional grids, has a number in mixed radix. The
 # alphabetically first parameter changes fastest: the order of keys in the space, or in a journal's copy, is irrelevant.
 
 
@@ -64,7 +64,7 @@ def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tupl
 
 
 def find_grid_points(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`: usually one; empty if the grid does not have the value."""
+    """Return the numbers of the points that give `value`, usually one; empty if the grid does not have the value."""
     if isinstance(node, Grid):
         pairs = zip(_first_point_numbers(node), node.options, strict=True)
         return [
@@ -86,7 +86,7 @@ def find_grid_points(value: object, node: object) -> list[int]:
 
 
 def _first_point_numbers(grid: Grid) -> list[int]:
-    """Return, for each option of a grid, the number of its first point."""
+    """For each option of a grid, return the number of the first point that has the option."""
     return list(accumulate(map(count_grid_points, grid.options[:-1]), initial=0))
 
 

@@ -54,7 +54,7 @@ def resolve_space(
 ) -> dict[str, object]:
     """Return a configuration of a valid `space`. Each parameter that the configuration needs is drawn once.
 
-    Parameters in `fixed` are not drawn: it maps the name of each to its value, or to the index of its option.
+    Parameters in `fixed` are not drawn. `fixed` maps their names to their values, or to the indexes of their options.
 
     Raises:
         InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
@@ -79,7 +79,7 @@ def option_path(name: str, index: int) -> str:
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
     """Call all functions of `sample_from` in a valid `space`, for trial 0 and some other trials.
 
-    Each other trial takes an option that is a nested space, because a function may read parameters of this option.
+    Each of the other trials takes one option that is a nested space: a function may read the parameters of this option.
     Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
@@ -94,7 +94,7 @@ def make_draw_function(seed: int, number: int) -> Draw:
 
 
 def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
-    """Yield, for each option that is an object, list, choice or grid, the indexes that select it, by parameter."""
+    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter."""
     match node:
         case dict():
             for key, child in node.items():
