@@ -114,12 +114,12 @@ class Callback:
         """This run of the search ends; a resume may continue it."""
 
     def get_state(self) -> Mapping[str, object] | None:
-        """Return the state for `set_state`, as JSON. The effects of all earlier hooks must then be durable."""
+        """Return the state for `set_state`, as JSON. First make the effects of all earlier hooks durable."""
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
         """Restore the result of `get_state` of an earlier run; called after `setup`.
 
-        Return False if the state is unusable here, for example on a machine without the callback's files: then all
-        events are delivered from the beginning.
+        Return False if the state is unusable here, for example on a machine without the callback's files. All
+        events are then delivered from the beginning.
         """

@@ -42,8 +42,8 @@ def select_metrics(
 def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
     """Report a step, with a checkpoint if one is due; return False if the trial has ended and the loop must end.
 
-    Code after the loop runs as after early stopping, and its reports are ignored. With `allow_missing`, the report may
-    lack the metric of the search: before the first validation has finished, there is no such metric.
+    The code after the loop runs as it does after early stopping; its reports are ignored. With `allow_missing`, the
+    report may lack the metric of the search, which does not exist before the first validation has finished.
     """
     try:
         report_step(metrics, save, allow_missing=allow_missing)

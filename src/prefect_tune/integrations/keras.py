@@ -75,7 +75,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
     PyTorch, from which `fit` draws the order of the data. The model must be compiled, and built by its first `fit`.
     Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume: use `pt.Plateau`.
-    The position within an epoch is not saved: the smallest interval is one epoch.
+    The position within an epoch is not saved, so the smallest interval between saves is one epoch.
 
     The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` are moved below the trial's
     directory: otherwise, trials would overwrite each other's files. A path that contains the trial's ID is not moved.

@@ -56,8 +56,8 @@ class TuneReportCheckpointCallback:
     ```
 
     A resume is exact if no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra trees use
-    generators that LightGBM neither saves nor reseeds. In that case, use `train`: its resume is exact.
-    Put this callback last: at the round at which the trial ends, LightGBM calls no later callbacks.
+    generators that LightGBM neither saves nor reseeds. With these options, use `train`: its resume is exact.
+    Put this callback last: in the trial's last round, LightGBM calls no callback after this one.
 
     Args:
         metrics: the metrics to report; `{"loss": "test-multi_logloss"}` renames one. Default: all.

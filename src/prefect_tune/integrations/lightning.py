@@ -258,7 +258,7 @@ def _move_logger(logger: Any, option: str | None) -> None:
 
 
 def _end_epochs(combined_loader: Any) -> None:
-    """End the restored epoch of each loader, even if `limit_train_batches` has left a part of the epoch."""
+    """End the restored epoch of each loader, even if `limit_train_batches` left batches of the epoch untrained."""
     for loader in combined_loader.flattened:
         if isinstance(loader, ResumableLoader):
             loader.batch_sampler.set_epoch(0)

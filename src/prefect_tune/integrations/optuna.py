@@ -1,7 +1,7 @@
 """All samplers and pruners of Optuna, as searches and schedulers that a resume continues exactly.
 
 In Optuna, all trials share one random generator, and a sampler stores notes on trials in Optuna's storage. Here, a new
-copy of the sampler draws each proposal, seeded by the experiment's seed and the number of the trial. To rebuild the
+copy of the sampler, seeded by the experiment's seed and the number of the trial, draws each proposal. To rebuild the
 notes, a resume replays the trials in their order. So proposals depend only on the journal.
 """
 
@@ -80,8 +80,8 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 class OptunaPruner(Scheduler):
     """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. See `ASHA`.
 
-    Successive halving, Hyperband and threshold pruners are called at the steps at which they may prune a trial, and all
-    other pruners at each step.
+    Successive halving, Hyperband and threshold pruners are called at the steps at which they may prune a trial. All
+    other pruners are called at each step.
     """
 
     pruner: BasePruner
@@ -168,7 +168,7 @@ def _find_next_rung_step(first: int, factor: int, step: int) -> int:
 
 
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
-"""Names of metrics, or a function of (config, metrics). A trial is feasible if each number is at most 0."""
+"""Names of metrics, or a function of (config, metrics). A trial is feasible if all these values are at most 0."""
 
 _log = logging.getLogger("prefect_tune")
 _STUDY_NAME = "prefect-tune"
@@ -182,8 +182,8 @@ class OptunaSearch(Search):
     """Proposes configurations with a sampler of Optuna, by default TPE. See `RandomSearch`.
 
     The seed is the experiment's; the sampler's own seed has no effect. The sampler receives each metric of the
-    objective. With a single metric, it also receives the reports at milestones, and trials that a scheduler stopped
-    count as pruned. A trial whose last report lacks a metric of the objective or of a constraint counts as failed.
+    objective. With a single metric, trials that a scheduler stopped count as pruned, and the sampler also receives the
+    reports at milestones. A trial counts as failed if its last report lacks a metric of the objective or a constraint.
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None

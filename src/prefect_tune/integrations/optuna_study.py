@@ -57,7 +57,7 @@ def extract_parameters(
     """Return the parameters of `config`; None if a value is outside of the space.
 
     `domains` are the domains of the space, in the order in which they are suggested. `config` may be of another space:
-    parameters that only the space or only the configuration has are left out.
+    the result has only the parameters that `config` and the space have in common.
     """
     drawn: dict[str, object] = {}
     is_complete = True
@@ -96,7 +96,7 @@ def iter_domains(value: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without its functions, in alphabetical order: a journal keeps no other order."""
+    """Return a space without its functions and in alphabetical order, the only order that a journal keeps."""
     return {key: _map_space(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
@@ -126,7 +126,7 @@ def _map_space(value: object, change: Callable[[object], object]) -> object:
 
 
 def make_distribution(domain: Domain) -> BaseDistribution:
-    """Return Optuna's distribution for a domain. A normal number becomes its quantile, a choice becomes its options.
+    """Return Optuna's distribution for a domain. A `Normal` becomes its quantile, a choice becomes its options.
 
     Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds the result.
     """
@@ -292,10 +292,10 @@ _SINGLE_OBJECTIVE_SAMPLERS = (samplers.CmaEsSampler,)
 _STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.RandomSampler, samplers.TPESampler)
 """Samplers whose proposals depend only on the parameters, values and states of earlier trials.
 
-The others store notes in the study or its trials (a generation, an optimizer's state, the position in a sequence).
+All other samplers store notes in the study or trials (a generation, an optimizer's state, a position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters; with such trials, other samplers draw them at random."""
+"""Samplers that support trials with missing parameters. Any other sampler draws the missing parameters at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Types whose objects are not copied: thousands of constants, and a cache that is derived from the trials."""
@@ -317,7 +317,7 @@ class SeededSampler:
             if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # Only for several processes: here, running trials have all parameters and hide no part of the space.
+                # For several processes only: here, running trials have all parameters and hide no part of the space.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies: they are reseeded before each use.

@@ -72,7 +72,7 @@ def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
     text cannot be changed in place: assign the returned values.
 
     The file is read with `weights_only=True`, so an untrusted checkpoint cannot run code. An optimizer's learning rate
-    is part of its state: if a scheduler changes the trial's configuration (PBT), set the rate again afterwards.
+    is part of its state: if a scheduler changes the trial's configuration (PBT), set the rate again after the load.
 
     Raises:
         InvalidInput: the parts differ from the saved parts.
@@ -104,7 +104,7 @@ def _is_stateful(part: object) -> bool:
 
 
 def _encode_value(value: Any, path: str, part: str) -> Any:
-    """Return `value`, at `path` in `part`, with NumPy's arrays and numbers converted to tensors of bytes.
+    """Return `value` with NumPy's arrays and numbers as tensors of bytes. Errors name its location, `path` in `part`.
 
     Raises:
         InvalidInput: the result does not load with `weights_only=True`.
@@ -198,7 +198,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     of the current epoch; a yielded batch counts as trained. Lightning saves and restores the loader. In Lightning and
     Fabric, each loop starts a new epoch, even after a partial epoch (`limit_train_batches`, sanity check).
 
-    The ranks of `torch.distributed` divide each `batch_size * world size` examples among themselves. A resume may have
+    The ranks of `torch.distributed` split each global batch of `batch_size * world size` examples. A resume may have
     more or fewer ranks: the epoch continues with the examples that no rank has seen. If an epoch's last batch has fewer
     examples than there are ranks, some examples repeat. (Lightning: `Trainer(use_distributed_sampler=False)`.)
 
@@ -308,7 +308,7 @@ class _ResumableBatchSampler:
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
     def end_epoch_if_done(self) -> None:
-        """Begin the next epoch if no batch is left; after a change of the world size, less than a batch may be left."""
+        """Begin the next epoch if no batch is left. After a change of the world size, some examples may be left."""
         if self.examples_done and not self._find_batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 

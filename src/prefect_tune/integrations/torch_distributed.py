@@ -138,7 +138,7 @@ class CheckpointWriter(StorageWriter):
         """Check that the save makes one checkpoint of all ranks, and make the directory.
 
         Raises:
-            InvalidInput: `use_collectives` is False: each rank would write only the metadata of its own part; or the
+            InvalidInput: `use_collectives` is False, so each rank would write only its own part's metadata; or the
                 directory contains another save, whose files would be lost.
         """
         del is_coordinator, args
@@ -221,7 +221,7 @@ class CheckpointReader(StorageReader):
     ```
 
     Each rank reads only the rows that it needs. From a checkpoint on a target, it reads the chunks of 4 MiB that
-    contain them, and verifies the chunks. Reading runs no code.
+    contain these rows, and verifies the chunks. Reading runs no code.
 
     Args:
         checkpoint: a directory on this machine, or a `pt.Checkpoint`, such as `results.best_checkpoint()`.

@@ -53,9 +53,9 @@ class TuneReportCheckpointCallback(TrainerCallback):
     without running code (`training_args.bin` is a pickle, and is not read). For several processes, use
     `processes_per_trial`.
 
-    `output_dir` is moved below the trial's directory, unless it contains the trial's ID: otherwise, trials would
-    overwrite each other's files. With a `save_strategy` other than `"no"`, the Trainer also saves its own checkpoints
-    to `output_dir`. They are synced as artifacts; a checkpoint that this callback also requests is moved to the target.
+    Trials would overwrite each other's files in a shared `output_dir`. So `output_dir` is moved below the trial's
+    directory, unless it contains the trial's ID. With a `save_strategy` other than `"no"`, the Trainer also saves to
+    `output_dir`. Its checkpoints are synced as artifacts; those that this callback also requests move to the target.
 
     Args:
         metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.

@@ -71,7 +71,7 @@ def require_package(module: str, extra: str, logger: str) -> None:
 
 
 class StepRows:
-    """A text file with a row per step. A step replaces its earlier row and all later rows. A row is a JSON object.
+    """A text file with a row, a JSON object, per step. A step's new row replaces the rows of that and all later steps.
 
     A line that a crash truncated is ignored. Each row is passed to the operating system at once. After `sync`, the
     row survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
@@ -221,7 +221,7 @@ class FileLogger(RowLogger):
 
     Args:
         directory: the parent of the folders `<experiment>/<trial>`.
-        file_format: `csv` writes `progress.csv`: nested metrics become columns such as `eval/loss`, and a metric gets a
+        file_format: `csv` writes `progress.csv`. Nested metrics become columns such as `eval/loss`, and a metric gets a
             column at its first report. `json` writes `result.json`, with a JSON object in each line.
 
     Raises:

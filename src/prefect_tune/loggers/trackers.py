@@ -48,9 +48,9 @@ _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a whole batch
 class MLflowLogger(Callback):
     """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
 
-    A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics: if a step that is trained again has
-    another value, the run has both values, and MLflow shows the newer value as the last. If a trial ends before the
-    last step of its run, its last metrics are also logged at that last step, because comparisons of runs use that step.
+    A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics. If a step is trained again and has
+    another value, the run keeps both values, and MLflow shows the newer value as the last. If a trial ends before its
+    run's last step, its last metrics are also logged at the run's last step, because comparisons of runs use that step.
     Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:
@@ -166,7 +166,7 @@ class _MLflowRun:
         self._last_step = max(self._last_step, report.step)
 
     def log_last_metrics(self, report: StepReport) -> None:
-        """Log the trial's last metrics again at the run's last step, if that step is later: MLflow then shows them."""
+        """If the run has later steps, log the trial's last metrics at the run's last step too, so MLflow shows them."""
         if report.step < self._last_step:
             self._log_metrics(_make_metrics(report), self._last_step)
 

@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`, unless the last call put it there: modules may have changed the order."""
+    """Put `import_path` first in `sys.path`. Do nothing if the last call did so: modules may have changed the order."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -109,8 +109,8 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
 def find_import_name(obj: object) -> str | None:
     """Return the `package.module:Name` by which a new process can import this class or function, or None.
 
-    There is none for a lambda, for a definition in `__main__`, in a notebook's cell or in a function's body, or for an
-    object whose name refers to another object. A new process must also find the module in the same file.
+    Return None for a lambda, for a definition in `__main__`, a notebook's cell or a function's body, for an object
+    whose name refers to another object, and for an object whose module a new process would find in another file.
     """
     module = getattr(obj, "__module__", None)
     if not _is_importable(obj) or not isinstance(module, str) or not _is_reimportable(module):

@@ -334,7 +334,7 @@ class TrialSession:
 
     @property
     def belongs_to_this_process(self) -> bool:
-        """Whether this is the process of the session, not a forked child of it."""
+        """Whether this process is the session's own process, not a forked child of that process."""
         return os.getpid() == self._pid
 
     def _require_own_process(self, caller: str) -> None:
@@ -402,7 +402,7 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step (perhaps of an earlier attempt); None if the trial continues.
+        """Return why the trial ends after its last step, perhaps a step of an earlier attempt; None if it continues.
 
         The stopper is called only once for each step: its result may already be in the journal.
         """
@@ -451,7 +451,7 @@ class TrialSession:
     def wait_for_pending_decision(self) -> None:
         """If the restored checkpoint is at a milestone, wait for the decision before the first step.
 
-        An earlier attempt saved that checkpoint, and crashed before the milestone was written to the journal. Raise
+        In that case, an earlier attempt crashed after this save, before the journal had the milestone. Raise
         `StopTraining` if the trial ends.
         """
         if self._reports and self._milestone is not None and self.step >= self._milestone:

@@ -36,9 +36,9 @@ On systems other than Linux, each trial's process imports it.
 class Trainable:
     """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
 
-    Each attempt runs in a process: `setup` (or `reset_config` of an object that served another trial), then
+    In its process, an attempt calls `setup` (or `reset_config` of an object that served another trial), then
     `load_checkpoint` if there is a checkpoint, then `step` until a stop criterion is met.
-    Save all state that the next step depends on (weights, optimizer, random state, position in the data): then a
+    Save all state that the next step depends on (weights, optimizer, random state, position in the data), so that a
     resumed run ends with exactly the weights of an uninterrupted run.
     """
 
@@ -200,7 +200,7 @@ class TrialInfo:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether a stop was requested: report a checkpoint next, and the run ends without losing work."""
+        """Whether a stop was requested. If so, report a checkpoint next: the run then ends without losing work."""
         return self._session.poll_stop_request()
 
     def new_checkpoint_dir(self) -> Path:
@@ -233,8 +233,8 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     """Report the metrics of one step, and optionally a checkpoint of the state after it.
 
     Without a checkpoint, the call returns at once. With a checkpoint, it returns when the checkpoint is committed
-    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time);
-    a directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
+    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time).
+    A directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
     ```python
     def train(config):

@@ -1,21 +1,21 @@
 """The fork server, from which trial processes are forked. It does not import Prefect.
 
 It is started as `python -m prefect_tune.runtime.processes.fork_server`. It imports the modules that every trial needs,
-but no user code, and it has one thread: it can be forked safely at any time. A subreaper process is between the fork
+but no user code, and it has one thread, so it can be forked safely at any time. A subreaper process is between the fork
 server and each trial's process:
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is forked in the same way. It imports a trainable, and then becomes a fork server for trials of it:
+A template is forked in the same way. It imports a trainable, then becomes a fork server for that trainable's trials:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
 The subreaper sets `PR_SET_CHILD_SUBREAPER`: orphaned descendants of the trial, in any session, become its children.
-The subreaper ends all of them and reports the trial's wait status when the trial's process exits, when the supervisor
-requests this, and when the supervisor exits. The fork server is a child subreaper too, in a separate session, and ends
-the descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Only if subreaper
-and fork server are killed do descendants of the trial's process stay alive. The trial's process itself does not: Linux
-kills it together with its subreaper (`PR_SET_PDEATHSIG`).
+When the trial's process exits, or when the supervisor requests it or exits, the subreaper ends all descendants and
+reports the trial's wait status. The fork server is a child subreaper too, in a separate session, and ends the
+descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Descendants of the
+trial's process stay alive only if both the subreaper and the fork server are killed. Even then, the trial's process
+is not alive: Linux kills it together with its subreaper (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials. A template instead imports a trainable, and serves forks for its trials if forks are then safe.
+    """Serve trials. A template instead imports a trainable. If forks are then safe, it serves forks for its trials.
 
     First, set up the process as if it had been started by exec.
     """
@@ -264,7 +264,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
 def _fork_child(request: _ForkRequest) -> int:
     """Fork. Return the child's pid, or 0 in the child. If the fork fails, send the reason as status and return -1.
 
-    A fork while other threads run may hang forever. Some libraries end their threads in a fork handler: so the parent
+    A fork while other threads run may hang forever. Some libraries end their threads in a fork handler. So the parent
     looks for threads after the fork, and the child waits for the result.
     """
     try:
@@ -302,11 +302,11 @@ def _send_status(status_fd: int, code: str, *arguments: object) -> None:
 
 # Import a trainable once, and then fork its trials from the process that imported it, if such forks are safe.
 # A forked child has only the thread that forked. Locks held by other threads stay locked in the child, and a GPU driver
-# or a socket that it shares with the parent breaks or hangs. So some fast and certain checks follow the import:
+# or a socket that child and parent share breaks or hangs. So some fast and certain checks follow the import:
 #
 # - libraries whose documentation forbids forks: JAX, TensorFlow, MPI;
 # - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
-# - threads: Python's at once; those of libraries after each fork, since some libraries end them in a fork handler.
+# - threads: Python's at once, libraries' after each fork, since some libraries end their threads in a fork handler.
 #
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html

@@ -233,7 +233,7 @@ def flush_output() -> None:
 def clear_exit_handlers() -> None:
     """Remove the `atexit` handlers that a forked process inherits: they would clean up state shared with other trials.
 
-    Children of `multiprocessing` do not run them either.
+    Children of `multiprocessing` do not run inherited handlers either.
     """
     vars(atexit)["_clear"]()
     finalize = vars(weakref.finalize)

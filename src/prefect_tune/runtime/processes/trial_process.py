@@ -107,7 +107,7 @@ def run_and_exit(main_function: MainFunction | None) -> NoReturn:
 def main(channel_fd: int, supervisor: int) -> None:
     """Serve attempts on the inherited descriptor `channel_fd`, in a process that was started by exec."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
-    faulthandler.enable(all_threads=False)  # that thread's stack would displace the trial's last output
+    faulthandler.enable(all_threads=False)  # the other thread's stack would displace the trial's last output
     serve_attempts(Connection(channel_fd))
 
 
@@ -348,9 +348,9 @@ def _silence_stopped_threads() -> None:
 
 
 def _kill_group_after_parent_exit(supervisor: int) -> None:
-    """Kill the process group after the supervisor has exited for any reason: this process then has another parent.
+    """Kill the process group when this process has another parent: its supervisor has then exited, for any reason.
 
-    A pipe would not always show that exit: a fork of the supervisor may keep the pipe's other end open.
+    A pipe would not always show the exit: a fork of the supervisor may keep the pipe's other end open.
     """
     while os.getppid() == supervisor:
         time.sleep(_PARENT_POLL_SECONDS)
