@@ -44,7 +44,7 @@ _METRICS = (
 )
 _FLOW_RUN = "prefect.flow-run."
 _RESTART_DELAY = timedelta(seconds=30)
-# After one of these events, no restart is needed or allowed; a heartbeat means that the run is still running.
+# After one of these events, no restart is needed or allowed. A heartbeat means that the run is still running.
 _CONTINUING_EVENTS = (
     "Pending",
     "Submitting",
@@ -246,7 +246,7 @@ def install_specs(
 
     Args:
         specs: the automations. Default: all.
-        without_action: whether a new alert without an action is installed and switched off, or is not installed.
+        without_action: whether a new alert without an action is installed, but switched off, or is not installed.
     """
     specs = _select_specs(None, _make_heartbeat_window(None)) if specs is None else specs
     with open_server_client("automations") as client:
@@ -274,7 +274,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
 
 def _delete_automation(client: SyncPrefectClient, automation: Automation) -> None:
-    """Delete an automation that may be deleted already, by another process or by a request whose response was lost."""
+    """Delete an automation; another process, or a request whose response was lost, may have deleted it already."""
     try:
         client.delete_automation(automation.id)
     except PrefectHTTPStatusError as error:

@@ -164,7 +164,7 @@ def make_experiment_spec(
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment: `name`, unless `parameters` have another name.
+    """Return the specification of a deployment for one experiment: the one that `parameters` name, or else `name`.
 
     At most one flow run of the deployment runs at a time.
     """

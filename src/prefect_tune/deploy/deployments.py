@@ -46,7 +46,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 
 
 def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
-    """Look up a block on a Prefect server without reading its secrets; a `SlugLookup` for this client."""
+    """Look up a block on a Prefect server without reading its secrets. With `client` bound, it is a `SlugLookup`."""
     try:
         if BLOCK_SLUG.fullmatch(block):
             kind, name = block.split("/")
@@ -61,7 +61,7 @@ def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters that the deployment stores; they contain the names of blocks, never their fields.
+    """Return the parameters that the deployment stores: with the names of blocks, never with the blocks' fields.
 
     `complete` requires all parameters that a run needs: a scheduled run shows no form.
 
@@ -105,7 +105,7 @@ def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return a URI or `type/name`, a text that Prefect does not resolve to the block's fields when a run starts."""
+    """Return a URI or `type/name`: when a run starts, Prefect does not replace such a text by the block's fields."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _resolve_saved_block(target["$ref"], field, find_slug)
@@ -151,7 +151,7 @@ def _make_import_path_validator(parameter: str) -> AfterValidator:
 
 
 class _DeploymentOptions(SearchOptions):
-    """Options of a deployment's runs. Code is installed only where the runs execute: check only the syntax of names."""
+    """Options of a deployment's runs. Names are checked only for syntax: code is installed only where runs execute."""
 
     trainable: Annotated[str, _make_import_path_validator("trainable")] = "later:Later"
     target: Any = None  # like `sync`, checked in `validate_parameters`
@@ -225,7 +225,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[Deployme
 
 
 def _require_pool(client: SyncPrefectClient, pool: WorkPool) -> None:
-    """Require that the work pool exists and its template defines all job variables: Prefect ignores unknown ones."""
+    """Require that the work pool exists and its template defines all job variables: Prefect ignores others."""
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:
@@ -304,7 +304,7 @@ def _create_or_update_deployment(client: SyncPrefectClient, deployment: _Validat
 
 
 def _make_schedule_key(schedule: Any) -> str:
-    """Return a text that is equal for equal schedules; ignore the anchor date of an interval: users do not set it."""
+    """Return a text that is equal for equal schedules; ignore an interval's anchor date, which users do not set."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 

@@ -42,7 +42,7 @@ GENERATORS = ".."
 ValueLocation: TypeAlias = tuple[str, str]
 """A file, and the key of a value in the file."""
 _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
-"""Units per second in which a number may be a time of day: s, ms, µs, ns."""
+"""The units in which a number may be a time of day, as units per second: s, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 ValueHistory = Mapping[int, object]
 """The values at one location, by step."""
@@ -269,7 +269,7 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 # Some differences say nothing about the training: a measured time, the time of a save, an identifier of a run. Such a
 # value is ignored if the values that training changes are equal. Weights are never ignored: an array, an element of a
 # list or an unreadable file is a result. A number in a checkpoint may be a weight, too. So a number is ignored only if
-# it is a time of day, or if no metric can depend on it because all metrics that differ are measured times.
+# it is a time of day, or if all metrics that differ are measured times: then no metric can depend on the number.
 
 
 def find_result_locations(
@@ -278,7 +278,7 @@ def find_result_locations(
     undisturbed: DrillRun,
     generators: Collection[object],
 ) -> Collection[ValueLocation]:
-    """Return the locations of results in checkpoints: values that training changes, and that the step does not set.
+    """Return the locations of results in checkpoints: values that training changes and the step does not determine.
 
     Args:
         changes: the values that change in the undisturbed run's checkpoints; empty if it has one checkpoint.
@@ -361,7 +361,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
 
 
 def find_unexplained_differences(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the differences without a kill in metrics that training changes and that are not measured times."""
+    """Return the differences without a kill, only for metrics that training changes and that are not measured times."""
     histories = collect_metric_histories(run)
     return [
         difference

@@ -173,7 +173,7 @@ def _read_npy(file: _FileContent) -> object:
 
 
 def _read_safetensors(file: _FileContent) -> TreeNode:
-    """Return the bytes and types of the tensors, and the metadata sorted: its writer keeps no order."""
+    """Return the bytes and types of the tensors, and the metadata, sorted because its writer keeps no order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
     header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=KeyValuePairs))
@@ -217,7 +217,7 @@ def _read_parquet(file: _FileContent) -> TreeNode:
 
 
 def _read_torch(file: _FileContent) -> object:
-    """Return the saved object; its tensors are read when they are compared: they may be larger than the memory."""
+    """Return the saved object. Its tensors, which may be larger than the memory, are read only for the comparison."""
     torch, objects = import_module("torch"), list[object]()
     if bytes(file.data[:4]) == b"PK\x03\x04":
         source, is_mapped = (file.open(), None) if file.path is None else (file.path, True)

@@ -70,7 +70,7 @@ class UnrestoredState:
     actual: str
     expected: str
     is_local: bool = False
-    """Whether it is a local variable of a function; both values were then read one step after the resume."""
+    """Whether the state is a local variable of a function; both values were then read one step after the resume."""
 
     def __str__(self) -> str:
         if self.kind == "global":
@@ -99,11 +99,11 @@ def find_unrestored_states(
     """Find the first resume that did not restore all states; return the states that it missed, the likeliest first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
-    undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to that
-    step. Ignore a resume from step `differs_at` or later: the runs already differ there. One step after the resume of a
-    function, all values that follow from a sum differ, whatever the cause: return such a value only if no generator,
-    count or rate differs. Return a metric in a variable only if all other differing states are `saved` in checkpoints,
-    and a saved state only if no other state differs.
+    undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to the
+    step of the resume. Ignore a resume from step `differs_at` or later: the runs already differ there. One step after
+    the resume of a function, all values that follow from a sum differ, whatever the cause. Return such a value only if
+    no generator, count or rate differs. Return a metric in a variable only if all other differing states are `saved` in
+    checkpoints. Return a saved state only if no other state differs.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -142,7 +142,7 @@ def _select_causes(
 
 
 def _may_be_cause(state: UnrestoredState) -> bool:
-    """Return whether a state may be a cause: one step later, sums may be results, unlike generators and counts."""
+    """Return whether a state may be a cause: one step later, a sum may be a result, but a generator or count is not."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -437,9 +437,9 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
 def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
     """If the equal values prove nothing, return the differences that occur without a kill, the best evidence first.
 
-    If metrics differ, a step count or a rate that follows from the step proves nothing: it is equal in all runs. The
-    checkpoints must then show that the training is deterministic. If the training draws from an unseeded generator,
-    differing metrics (except measured times) show that the training is not deterministic.
+    If metrics (except measured times) differ and the training draws from an unseeded generator, the training is not
+    deterministic. If metrics differ but no generator is unseeded, the checkpoints must show that the training is
+    deterministic. A step count, or a rate that follows from the step, shows nothing: it is equal in all runs.
 
     Raises:
         TuneError: no value differs, and no value changes during the training.
@@ -518,7 +518,7 @@ def compute_optimal_interval(save_seconds: float, seconds_between_failures: floa
 def compute_lost_time_share(
     interval_seconds: float, save_seconds: float, restart_seconds: float, seconds_between_failures: float
 ) -> float:
-    """Return the share of the time that is lost: to saves, and in each failure to half an interval and the restart.
+    """Return the lost share of the time: saves cost time, and each failure costs half an interval and the restart.
 
     The first-order model of Young (1974) assumes that the time between failures is much longer than the interval.
     """

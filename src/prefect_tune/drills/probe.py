@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time. If a kill is due after the previous step, which has been reported, make it."""
+        """Measure the waiting time. If a kill is due after the previous, already reported step, make the kill."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -232,7 +232,7 @@ class _Probe:
 
 
 def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the states of this process's generators and of `objects`: `"kind name"`, and a value or digest."""
+    """Yield the states of this process's random generators and of `objects`: `"kind name"`, and a value or digest."""
     yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
@@ -313,7 +313,7 @@ def iter_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def to_array(value: Any) -> Any:
-    """Return a tensor as an array, and any other value unchanged; widen floats that NumPy lacks, which is exact."""
+    """Return a tensor as an array, and any other value unchanged. Widen floats that NumPy lacks; widening is exact."""
     if not all(hasattr(value, name) for name in ("detach", "is_floating_point")):
         return value
     local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
@@ -350,7 +350,7 @@ class _HashFile:
 
 
 def _compute_digest(value: Any) -> str:
-    """Return a digest of a value; if the value is too large or cannot be pickled, only its type."""
+    """Return a digest of a value; if the value is too large or cannot be pickled, return a text with its type."""
     if getattr(value, "nbytes", 0) > _MAX_HASHED_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
     value = to_array(value)

@@ -192,7 +192,7 @@ class Drill:
         return read_run(self.store, trial, plan)
 
     def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
-        """Describe the steps and the usual duration of a run; after run 1, the duration of run 1 instead."""
+        """Describe the steps of a run and its usual duration; after run 1, the duration of run 1 instead."""
         if self.first_run_seconds is None:
             return f"{self.plan.steps} steps, usually {_RUN_START_TIME} besides the training"
         summary = f"{self.plan.steps} steps again, which took {self.first_run_seconds:.0f} s in run 1"

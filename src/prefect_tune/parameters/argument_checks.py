@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`, or the id of the flow run if `name` is None; a call inside a flow or task has another default.
+    """Return `name`, or the id of the flow run if `name` is None. Calls inside a flow or task have another default.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -119,7 +119,7 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
 
 
 def make_trainable_fingerprint(trainable: object) -> Mapping[str, str]:
-    """Return the identity of a trainable: its name without its module, which depends on how the code is run."""
+    """Return the identity of a trainable: its name without the module; the module depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 

@@ -1,8 +1,8 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
 A parameter has its own schema if the schema of its type is unclear or asks for secrets. Calls from a script may pass
-objects. But Prefect's API rejects deployment parameters that do not match the schema, so a form can only select or name
-a saved block: it cannot have a block's fields with their credentials.
+objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials:
+Prefect's API rejects deployment parameters that do not match the schema.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
     An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
-    Markdown: a form shows it literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
+    Markdown: forms show Markdown literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
@@ -135,7 +135,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target as text, with which Prefect's API rejects a relative path before a run begins."""
+    """Return the schema of a target as text. With it, Prefect's API rejects a relative path before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
@@ -242,7 +242,7 @@ _LocalWord: TypeAlias = Literal["local", "local+errored", "local+errored_only"]
 _RemoteWord: TypeAlias = Literal["remote", "remote+errored", "remote+errored_only"]
 _RayWord: TypeAlias = Literal["AUTO", "AUTO+ERRORED", "AUTO+ERRORED_ONLY", "ERRORED_ONLY", "LOCAL", "REMOTE"]
 ResumeLike: TypeAlias = Literal[_AutoWord, _LocalWord, _RemoteWord, _RayWord]
-"""The values of `resume` for type checkers, with Ray Tune's words; the flow also accepts other cases and orders."""
+"""The values of `resume` for type checkers, with Ray Tune's words; the flow accepts any letter case and word order."""
 ResumeField: TypeAlias = Annotated[
     bool | ResumeLike,
     _WithType(bool | str),

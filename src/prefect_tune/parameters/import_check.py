@@ -235,7 +235,7 @@ class _DefinitionLookup:
     def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the source module of an import (empty if invalid), and why that module does not define the name."""
+        """Return the name of the module of an import (empty if invalid), and why this module does not define `path`."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)

@@ -62,8 +62,8 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
     """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:
-        InvalidInput: the experiment is a single training; or it has trials and another seed, or has compared them by
-            another metric or mode.
+        InvalidInput: the experiment is a single training; or it has trials and another seed; or it has compared its
+            trials by another metric or mode.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_continuable(state)
@@ -113,7 +113,7 @@ def _make_resume_hint(state: Experiment) -> str:
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
-    # Only the public tasks journal the run count of their flow run. A trial that only they save has no trainable.
+    # Only the public tasks journal the run count of their flow run. A trial saved only by these tasks has no trainable.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
             "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
@@ -211,7 +211,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def with_journal_digest(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with the digest of the code that trained last: the first new step journals the new code."""
+    """Return the settings with the digest of the code that trained last; the first new step journals the new digest."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
@@ -267,7 +267,7 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples; and for the journal, the number that this run adds, by its key.
+    """Return `plan` with the total number of samples; also return the number that this run adds, by the run's key.
 
     This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
 
@@ -287,7 +287,7 @@ def with_added_samples(
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
     """Return `plan` with the default number of samples if the default is not ten, so that the journal stores it.
 
-    A journal without a number of samples means ten, for any space; an experiment that was begun with ten keeps ten.
+    A journal without a number of samples means ten, for any space. An experiment that was begun with ten keeps ten.
     """
     if plan.num_samples is not None or plan.samples_per_run is not None or not _uses_default_count(plan.search):
         return plan
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry; if it has no other trials, the run's error says so."""
+    """Log how many errored trials this run does not retry. Without other trials, log nothing: its error says so."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -381,7 +381,7 @@ def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log)
     """Log a warning for each stop limit that is probably not intended.
 
     A limit of a minimized metric ends most trials at once. Ray Tune adds some metrics to each report: a limit of such a
-    metric fails every trial whose trainable does not report it.
+    metric fails every trial whose trainable does not report the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in collect_metric_limits(stopper).items():
@@ -403,7 +403,7 @@ def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log)
 
 
 def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if a search of several trials has no metric: then it has no best trial."""
+    """Log a warning if a search of several trials has no metric: such a search has no best trial."""
     if plan.objective is None and plan.trial_count != 1:
         log.warning(
             "no metric: trials are not compared, and results.best raises. Pass the name of a reported metric, such as "

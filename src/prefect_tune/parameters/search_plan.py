@@ -116,7 +116,7 @@ class Option:
     """The properties of a search's option, except its flags."""
 
     stored: StoredKind | None = None
-    """The kind of its values in the journal; None if the journal does not store it, since it belongs to one run."""
+    """The kind of its values in the journal; None if the option belongs to one run, and so is not stored."""
     at_resume: bool = False
     """Whether `pt.resume` accepts it."""
     fixed_reason: str = ""

@@ -4,11 +4,11 @@
 
 The deletion becomes the owner of the journal: the old owner's next write fails, and no other process can become the
 owner. Then the deletion ends the generation (see `generations`): the name is free, and all objects of the generation
-are garbage. Maintenance or a later deletion of the name may collect it, too. An attempt on another machine fails at its
-next post, because the first entry is missing. No other experiment refers to objects of this one.
+are garbage. Maintenance or a later deletion of the name may collect the garbage, too. An attempt on another machine
+fails at its next post, because the first entry is missing. No other experiment refers to objects of this one.
 
 A deletion is bound to the generation that it found. Another process may finish a paused deletion, and the name may be
-used again: the paused deletion then finds the next generation's marker or no first entry, and deletes only garbage.
+used again. The paused deletion then finds the next generation's marker or no first entry, and deletes only garbage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fork an experiment: a new experiment continues from any entry of its journal, with copies of its checkpoints.
+"""Fork an experiment: the fork continues from any entry of the origin's journal, with copies of the checkpoints.
 
     first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► entry: old events, `ExperimentForked`
 

@@ -37,11 +37,11 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 #
 # The owner of a trial quarantines a checkpoint when it finds damage during a restore. Any other process that finds
 # damage writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does not
-# restore the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same blobs. The
+# restore the checkpoint, and reuses neither its blobs nor the blobs of older checkpoints, which may be the same. The
 # alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth.
 #
-# A key names a manifest. Several trials may use it: the trial that saved it, and trials with a clone. The checkpoint is
-# quarantined, and reinstated, in all these trials.
+# A key names a manifest. Several trials may use a key: the trial that saved it, and trials with a clone. The checkpoint
+# is quarantined, and reinstated, in all these trials.
 #
 # A running save may have reused blobs of the damaged checkpoint. If the save commits after the non-owner's entry, the
 # new checkpoint is quarantined at its commit, and the owner saves again. A quarantined checkpoint can be reinstated:
@@ -75,10 +75,10 @@ def quarantine_in_journal(
 def reinstate_in_journal(
     store: ObjectStore, journal: JournalKey, keys: Collection[CheckpointKey], stamp: WriteStamp
 ) -> Sequence[CheckpointKey]:
-    """Reinstate quarantined checkpoints of an experiment; return those of `keys` whose checkpoints are live now.
+    """Reinstate quarantined checkpoints of an experiment; return the keys whose checkpoints are live now.
 
-    The caller has verified them. A trial's next attempt starts from its newest checkpoint, reinstated or not.
-    Raises like `quarantine_in_journal`.
+    The caller has verified the checkpoints. A trial's next attempt starts from its newest checkpoint, reinstated or
+    not. Raises like `quarantine_in_journal`.
     """
 
     def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:

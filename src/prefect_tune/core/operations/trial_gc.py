@@ -1,15 +1,15 @@
 """Collect the garbage of trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
-There is no grace period, and no reachable object is deleted: an object may be deleted once a later entry of the journal
-has a barrier of its trial. A barrier is a retirement (see `is_deletable_checkpoint`). Names are never written twice: if
-a process believed dead or a request believed lost deletes late, it cannot delete a newer object.
+There is no grace period, and no reachable object is deleted. An object may be deleted once a later entry of the journal
+has a barrier of its trial. A barrier is a retirement (see `is_deletable_checkpoint`). No name is written twice, so a
+late deletion, by a process believed dead or a request believed lost, cannot delete a newer object.
 
 - **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`delete_retired_objects`).
 - **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While no attempt of a
-  trial may save, the non-owner may write a barrier (`CheckpointsRetired`): entries have one order, so a process that
-  starts the trial again comes after the barrier. An attempt with an open outbox may save at any time, and writes its
+  trial may save, the non-owner may write a barrier (`CheckpointsRetired`). Entries have one order: a process that
+  starts the trial again writes after the barrier. An attempt with an open outbox may save at any time, and writes its
   own barriers. On a target that supports only one writer, non-owners write no entries: they delete only objects that
-  need no new barrier, and `TrialGarbage.kept` gives the reason for the others.
+  need no new barrier, and `TrialGarbage.kept` says why the others stay.
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
@@ -132,9 +132,9 @@ def find_orphan_blobs(
 ) -> Sequence[ListedObject]:
     """Return the blobs that no live checkpoint and no clone needs, and that no save will reuse.
 
-    Interrupted saves and deletions of unreadable manifests leave such blobs; they may be deleted at any time. Excludes
-    blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in `trial.blobs_folder`, or the
-    remaining candidates among them.
+    Interrupted saves and deletions of unreadable manifests leave such blobs. The blobs may be deleted at any time.
+    Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
+    `trial.blobs_folder`, or the remaining candidates among them.
 
     Raises:
         CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
@@ -247,7 +247,7 @@ def may_still_save(trial: Trial) -> bool:
 
 
 def _find_garbage_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """Return a trial's candidates; None if it cannot have a barrier or is damaged (see `collect_trial_garbage`)."""
+    """Return the candidates; None if the trial cannot have a barrier or is damaged; see `collect_trial_garbage`."""
     if may_still_save(trial) or not trial.attempt:
         return None
     try:
@@ -272,7 +272,7 @@ def collect_experiment_garbage(
     dry_run: bool = False,
     has_time: Callable[[], bool] = lambda: True,
 ) -> ExperimentGarbage:
-    """Delete the garbage of an experiment, or of the trials in `only`, and return it.
+    """Delete the garbage of an experiment, or of the trials in `only`; return a description of the garbage.
 
     First writes `CheckpointsRetired` events for ended trials if that frees garbage, unless the target supports only one
     writer. A dry run writes and deletes nothing, and returns the garbage that a run would delete. An object that cannot
@@ -323,7 +323,7 @@ def collect_experiment_garbage(
 def collect_trial_garbage(
     store: ObjectStore, key: TrialKey, trial: Trial, candidates: _Candidates | None = None, *, dry_run: bool = False
 ) -> TrialGarbage:
-    """Delete the garbage of a trial, and return it; a dry run deletes nothing.
+    """Delete the garbage of a trial, and return a description of it. A dry run deletes nothing.
 
     Manifests are deleted last, so that the next call can finish an interrupted deletion.
 
@@ -396,7 +396,7 @@ def retire_unkept_checkpoints(
 ) -> Sequence[CheckpointsRetired]:
     """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again meanwhile, no checkpoint is retired: its owner has its own policy. A dry run writes nothing.
+    If a trial runs again meanwhile, nothing is retired: the trial's owner has its own policy. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.
