@@ -121,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`; None without a key, or if it is missing or damaged: no save reuses its bytes."""
+    """Return the manifest of `key`; None without a key or an undamaged manifest, so that no save reuses its bytes."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -151,7 +151,7 @@ def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> Non
 
     Raises:
         CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read. The checkpoint was not
-            retired, or the caller may not read the journal.
+            retired, or the caller has no permission to read the journal.
         CheckpointNotFound: during the read, the checkpoint was retired, or its experiment was deleted.
     """
     try:
@@ -194,8 +194,8 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 #
 # The sequence increases with each save of a trial and with each attempt. So the sequence of the last attempt's
 # unjournaled save is at least the trial's `adopted_up_to`. Once an entry has adopted this save, or has recorded that no
-# save exists, no such save can become a checkpoint. Saves of earlier attempts are not adopted: their owner had
-# abandoned them. An attempt with an open outbox posts its saves itself.
+# save exists, no other save from before this entry can become a checkpoint. Saves of earlier attempts are not adopted:
+# their owner had abandoned them. An attempt with an open outbox posts its saves itself.
 
 
 def make_adoption_events(
@@ -211,7 +211,7 @@ def make_adoption_events(
     attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
     the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
     is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before
-    the entry has no effect. `last` holds the newest reports in the last owner's live status.
+    the caller writes the entry has no effect. `last` holds the newest reports in the last owner's live status.
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]

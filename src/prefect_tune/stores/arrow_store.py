@@ -64,8 +64,8 @@ class ArrowStore(ParallelStore):
     On a file system that is not an object storage, a write goes to a hidden name first and is then moved: a failed
     write leaves no partial object. Every write checks the size on the target afterwards.
 
-    A missing root is an error. With `create_root`, it counts as empty, and the first write creates it, but no bucket.
-    The deadline is checked between calls. Only a `SubprocessStore` around this store can end a call that hangs.
+    A missing root is an error; with `create_root`, only a missing bucket is. A missing folder then counts as empty, and
+    the first write creates it. The deadline is checked between calls; only an outer `SubprocessStore` ends a hung call.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class ArrowStore(ParallelStore):
         self._skips_root_check = True
 
     def _write_object(self, full_path: str, pieces: Iterable[Buffer]) -> int:
-        """Write `pieces` to `full_path`, check the size on the target, and return it."""
+        """Write `pieces` to `full_path`, check the size on the target, and return the size."""
         if not self._is_object_storage:
             self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
         size_bytes = 0

@@ -86,7 +86,7 @@ def _locate_on_target(location: Location) -> TargetFolder:
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder: a checkpoint's folder, from its experiment on, or the last name.
+    """Split `path` into a target's root and a folder: the path from a checkpoint's experiment on, or the last name.
 
     So a missing directory and a missing target raise different errors.
     """

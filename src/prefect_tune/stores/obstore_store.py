@@ -1,7 +1,7 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
 The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
-as much CPU time, and a read needs a quarter less: one thread collects and frees the reply, so its memory is reused. A
+the same CPU time. A read needs a quarter less: the thread that collects the reply frees it, so its memory is reused. A
 blocking call cannot be interrupted from outside: only the client's timeout ends the call and its connection. So the
 store has clients with different timeouts. A request uses the longest timeout that ends before the deadline.
 
@@ -145,7 +145,7 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 
 
 def _parse_error_codes() -> Iterator[ErrorCode]:
-    """Yield each code: indented lines with codes follow the line `meaning: advice` of these codes."""
+    """Yield each code. A line `meaning: advice` applies to the codes in the indented lines that follow the line."""
     meaning, advice = ErrorMeaning.REFUSED, ""
     for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
@@ -287,8 +287,8 @@ def make_client(constructor: Callable[..., Client], timeout: timedelta, options:
 class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. No
-    request takes longer than `request_timeout`, or a quarter of it for up to 1 MiB. So a lost request is retried before
+    `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. A
+    request ends within `request_timeout`; for up to 1 MiB, within a quarter of it. So a lost request is retried before
     the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
     """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 
-# A local folder as a target that is only read. It needs no block, so Prefect is not imported, which takes a second.
+# A local folder as a target that is only read. It needs no block, and thus no import of Prefect, which takes a second.
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 """A reference to a saved block: 'block-type/name'."""
@@ -233,7 +233,7 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 def open_arrow(factory: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
     """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
 
-    If the calls of a file system may hang, it runs in a child process that is killed at the timeout.
+    A file system whose calls may hang runs in a child process that is killed at the timeout.
     """
     deadline = Deadline.after(timeout)
     if kind.removeprefix("py::fsspec+") in _IN_PROCESS_KINDS:
@@ -372,7 +372,7 @@ def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = Fal
     The client itself finds all other credentials (variables, web identity, container, instance).
 
     Args:
-        environment: this process's environment: boto3 uses no other when it reads the profile.
+        environment: this process's environment, since boto3 reads the profile with no other environment.
         anonymous: requests are unsigned, so no profile is read.
 
     Raises:

@@ -381,7 +381,7 @@ class PosixStore(ParallelStore):
             return None
 
     def _fsync_folder_if_linked_twice(self, folder: int, status: FileStatus) -> None:
-        """Sync the folder of an object with two links, to survive a power cut; reject a symbolic link."""
+        """Sync the folder of an object with two links (the name must survive a power cut); reject a symbolic link."""
         if status.is_symlink:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if status.link_count > 1:

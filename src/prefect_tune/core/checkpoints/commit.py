@@ -16,13 +16,13 @@ If the owner dies between manifest and entry, the next owner adopts the checkpoi
 a superseded owner creates is never used.
 
 Why it is safe:
-- A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. It also holds the sequence of
-  the save that sent it, so that no save relies on a blob that a garbage collection with an older state may still
-  delete: see `find_reusable_bytes`.
+- A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. The name also holds the
+  sequence of the save that sent the blob. So no save relies on a blob that a garbage collection with an older state may
+  still delete: see `find_reusable_bytes`.
 - The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
-- After a lost reply, `publish_manifest` reads the manifest back and recognizes its own by the write id.
+- After a lost reply, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
 
-Never: create a manifest before all its blobs were seen on the target, or a second one of the same name; replace a blob.
+Never: create a manifest before all its blobs were seen on the target; create a second one of that name; replace a blob.
 
 If several nodes train a trial, each node sends its own files, and one manifest names them all.
 
@@ -30,8 +30,8 @@ If several nodes train a trial, each node sends its own files, and one manifest 
     node 2   blobs ──► part                                    ├──► node 0: all verified ──► manifest: the commit
     node 0   blobs ────────────────────────────────────────────┘    within the deadline
 
-A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. It names the attempt, the owner's
-term, the step and the sequence of its save. Node 0 sends these values when it requests the parts, after the previous
+A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. A part names the attempt, the owner's
+term, the step and the sequence of the save. Node 0 sends these values when it requests the parts, after the previous
 commit. No garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
 
 Never: create a manifest before the last part; use a part of another attempt, owner or save, or with unseen blobs.
@@ -164,9 +164,9 @@ def commit_checkpoint(
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
     same result as committing them once.
 
-    `reverification` selects the reused blobs to read back first; the bytes of failed blobs are sent again, to a new
-    path. Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of other nodes to the
-    manifest.
+    `reverification` selects reused blobs that are read back before the commit; the bytes of failed blobs are sent
+    again, to a new path. Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of
+    other nodes to the manifest.
 
     Raises:
         InvalidInput: `metadata` holds a value that JSON cannot represent; nothing was sent.
@@ -299,8 +299,8 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
 #
 # A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
 # checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
-# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses,
-# and all other reused blobs: these are from an interrupted save, or hold older content that was saved again.
+# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses.
+# It also verifies all other reused blobs, which are from an interrupted save or hold older content, now saved again.
 
 _HASH_DIGITS = 8
 
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due; all other blobs were sent by this save or an earlier try."""
+    """Return the reads of the reused blobs that are due; no blob that this save or its earlier try sent is due."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -384,7 +384,7 @@ class ExpectedParts:
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]
-    """Called when node 0 has sent its files. Returns a function that waits briefly, and returns False if too late."""
+    """Called when node 0 has sent its files. Returns a function that waits briefly; False means that time is up."""
     get_lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 

@@ -101,7 +101,7 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
 
-    The writer of the folder deletes older documents, so a listed document may be missing; then a newer one exists.
+    The writer of the folder deletes older documents. So a listed document may be missing; a newer one then exists.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
@@ -127,7 +127,7 @@ def unseal(model: type[_Model], data: Buffer, where: str, error: type[Exception]
 def verify_document(
     model: type[Document], data: Buffer, where: str, error: type[Exception]
 ) -> tuple[dict[str, Any], bytes]:
-    """Verify a sealed `model`; return its JSON in the stored version, without the digest, decoded and as bytes.
+    """Verify a sealed `model`; return its JSON in the stored version, without the digest, as a dict and as bytes.
 
     The fields are not checked. A newer version is reported before the digest is checked: a newer release may seal
     documents differently, and such a document must not be reported as damaged.

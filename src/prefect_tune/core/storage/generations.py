@@ -11,10 +11,10 @@ is final when the marker of generation N + 1 exists, and deletes objects only af
 - **Current generation**: the highest marker, or 1. A process looks it up once (`find_current_journal`), then uses its
   keys.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
-  it checks *after* creating an entry that the journal's first entry exists: a deletion deletes this entry first. If it
-  exists, no deletion had begun, and the conditional create has fenced off earlier owners: see `journal`.
+  it creates its entry, *then* checks that the journal's first entry exists: a deletion deletes the first entry first.
+  If this entry exists, no deletion had begun, and the conditional create has fenced off earlier owners: see `journal`.
 - **A late run** that looks up its experiment by name for each write is refused: the marker names the run.
-- **Garbage**: everything in the folder of an ended generation. Its own deletion, a later one or maintenance deletes it.
+- **Garbage**: everything in the folder of an ended generation. Its deletion, a later one or maintenance removes it.
 
 Never: delete an object before the marker exists, or an object of the current generation; treat a generation as ended
 without a marker.

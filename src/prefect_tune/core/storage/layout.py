@@ -129,7 +129,7 @@ def list_document_paths(store: ObjectStore, folder: str) -> Sequence[str]:
 
 
 def delete_older_documents(store: ObjectStore, before: str) -> None:
-    """Delete the documents in the folder of the document `before` that have lower numbers; keep all other files."""
+    """In the folder of the document `before`, delete the documents with lower numbers; keep all other files."""
     if paths := [path for path in list_document_paths(store, before.rpartition("/")[0]) if path < before]:
         store.delete(paths)
 

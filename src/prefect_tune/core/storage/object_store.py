@@ -120,7 +120,7 @@ class ObjectStore(Protocol):
         """Delete the objects; a missing object is not an error."""
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Call `function`, which uses this store, with each item, and yield the results in the order of the items.
+        """Call `function` with each item, and yield the results in the order of the items. `function` uses this store.
 
         Calls run in parallel if that is faster. The first error cancels the calls that have not begun.
         """

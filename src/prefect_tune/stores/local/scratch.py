@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    One of several concurrent readers fetches, and the others wait. If it fails or is killed, another reader fetches.
+    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.

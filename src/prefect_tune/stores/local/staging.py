@@ -45,7 +45,7 @@ from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
 
 _FileStatus: TypeAlias = tuple[int, int, int, int]
-"""Size, mode, modification time in ns and inode of a file when its directory was listed; a later write changes it."""
+"""Size, mode, modification time in ns and inode of a file when its directory was listed; a later write changes them."""
 
 
 class StagedFiles:
@@ -269,8 +269,8 @@ _READ_BYTES = 16 * 1024 * 1024
 def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
     """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
 
-    `folder` has the versions that were written after the commit. If they are damaged, warn and return
-    None: the copy lacks them, but its other files are complete.
+    `folder` has the versions of the metadata that were written after the commit. If they are damaged, warn and return
+    None: the copy lacks these versions, but its other files are complete.
     """
     try:
         metadata = read_newest_metadata(store, folder)
@@ -283,7 +283,7 @@ def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | Non
 
 
 def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file, which replaces a committed metadata file and has no blob."""
+    """Return `manifest` with `metadata` as its last file, which has no blob and replaces a committed metadata file."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
@@ -320,7 +320,7 @@ def read_committed_metadata(store: ObjectStore, manifest: Manifest) -> dict[str,
 
 
 def read_committed_file(store: ObjectStore, manifest: Manifest, file: FileRef) -> bytearray:
-    """Return the verified bytes of `file`: a file of `manifest`, or a reference to some chunks of one."""
+    """Return the verified bytes of `file`, which is a file of `manifest`, or refers to some chunks of such a file."""
     sink = _MemorySink(file.size_bytes)
     restore_files(store, manifest.model_copy(update={"files": (file,)}), sink)
     return sink.data
@@ -424,7 +424,7 @@ def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "
 def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
     """Return whether `listed` is an empty object `folder/`, with which some clients mark a folder.
 
-    A listing may omit the slash. Then there is no object with the listed name; for an empty file, there is one.
+    If the listing omits the slash, an object with the listed name exists for an empty file, but not for a marker.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
