@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias, cast
 
 from prefect_tune.core.experiment.stoppers import Never, Stopper
-from prefect_tune.core.journal_events import AttemptEnded, TrialFinished
+from prefect_tune.core.journal_events import AttemptEnded, Outcome, TrialFinished
 from prefect_tune.core.messages.process_messages import ProcessEnvironment, Start, StartReceived, TrainingEnded
 from prefect_tune.core.values import hash_bytes
 from prefect_tune.runtime.group_session import join_as_rank, make_session
@@ -243,12 +243,15 @@ class _AttemptRunner:
             write_trainable_for_spawn(start.trainable)
         # An earlier attempt may have committed the last step, but not the trial's end.
         if (reason := session.find_stop_reason()) is not None:
-            return TrainingEnded(outcome=TrialFinished(trial=start.trial, reason=reason), awaits_reuse=kept is not None)
+            return self._make_training_ended(TrialFinished(trial=start.trial, reason=reason))
         try:
             session.wait_for_pending_decision()
             return self.train(session, trainable, start)
         except StopTraining as stop:
-            return TrainingEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
+            return self._make_training_ended(stop.outcome)
+
+    def _make_training_ended(self, outcome: Outcome) -> TrainingEnded:
+        return TrainingEnded(outcome=outcome, awaits_reuse=self._kept_trainable is not None)
 
     def train(self, session: TrialSession, trainable: object, start: Start) -> TrainingEnded:
         with exiting_forked_children():
@@ -292,7 +295,7 @@ class _AttemptRunner:
             is_alone = session.start.rank.world_size == 1  # else `torch.distributed` and a launcher may still be active
             if start.reusable and not isinstance(stop.outcome, AttemptEnded) and can_be_reset and is_alone:
                 self._kept_trainable = ready
-            return TrainingEnded(outcome=stop.outcome, awaits_reuse=self._kept_trainable is not None)
+            return self._make_training_ended(stop.outcome)
         finally:
             if self._kept_trainable is None:
                 trainable.cleanup()
