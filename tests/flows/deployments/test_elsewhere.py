@@ -273,17 +273,12 @@ def test_two_nodes_train_a_trial_and_after_the_death_of_a_rank_its_next_attempt(
 
 
 def test_what_nodes_cannot_be_is_refused_before_anything_is_written(local_target: LocalTarget) -> None:
-    with without_server(), pytest.raises(InvalidInput, match="nodes_per_trial=2: expected trials='deployment'"):
-        tune("tests.trainables.grouped:Sharded", {}, target=local_target, nodes_per_trial=2)
-    with pytest.raises(InvalidInput, match="min_nodes=3: expected at most nodes_per_trial, which is 2"):
-        tune(
-            "tests.trainables.grouped:Sharded",
-            {},
-            target=local_target,
-            nodes_per_trial=2,
-            min_nodes=3,
-            trials="deployment",
-        )
+    with without_server():
+        with pytest.raises(InvalidInput, match="nodes_per_trial=2: expected trials='deployment'"):
+            tune("tests.trainables.grouped:Sharded", {}, target=local_target, nodes_per_trial=2)
+        options = {"target": local_target, "nodes_per_trial": 2, "min_nodes": 3, "trials": "deployment"}
+        with pytest.raises(InvalidInput, match="min_nodes=3: expected at most nodes_per_trial, which is 2"):
+            tune("tests.trainables.grouped:Sharded", {}, **options)
     assert not list(Path(local_target.path).glob("*"))
 
 

@@ -344,12 +344,13 @@ def test_a_script_whose_run_is_cancelled_saves_and_says_so(
     target, log = pt.LocalTarget(path=str(tmp_path / "runs")), tmp_path / "log"
     earlier = {run.id for run in client.read_flow_runs()}
     with _python_process(str(_FLOWS), program, target.path, url=prefect_server, log=log) as process:
-        _wait_until_training(target, log, "e", count=1 if program == "train_in_main_thread" else 2)
+        count = 1 if program == "train_in_main_thread" else 2
+        _wait_until_training(target, log, "e", count=count)
         (run,) = [run.id for run in client.read_flow_runs() if run.id not in earlier]
         _cancel(client, run)
         assert process.wait(120) == 1, log.read_text()
     trials = list(experiment_at(target, "e").trials.values())
-    assert [(trial.status, len(trial.checkpoints)) for trial in trials] == [(Status.INTERRUPTED, 1)] * len(trials)
+    assert [(trial.status, len(trial.checkpoints)) for trial in trials] == [(Status.INTERRUPTED, 1)] * count
     assert client.read_flow_run(run).state_type is StateType.CANCELLED
     assert "prefect.exceptions.CancelledRun: " in log.read_text()
 
