@@ -1,7 +1,6 @@
 """The Prefect blocks: storage targets with their credentials, and the sync configuration.
 
-Importing this package registers every block, so that the Prefect UI shows it (`prefect.collections`). A storage client
-is imported only when a target is opened.
+Importing this package registers every block with Prefect. A storage client is imported only when a target is opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The module that Prefect loads (`prefect.collections`): our blocks, after the credential blocks that they name.
+"""Prefect loads this module as an entry point of `prefect.collections`, so that the UI shows our blocks.
 
-A Prefect server registers blocks in the order of Prefect's registry, and rejects a block that refers to an unregistered
-type. Servers and workers that load this module import every installed integration anyway.
+A server registers blocks in the order of Prefect's registry, and rejects a block that refers to an unregistered type.
+So ours are registered after the credential blocks; servers and workers import every installed integration anyway.
 """
 
 from __future__ import annotations

@@ -31,19 +31,19 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _READ_ONLY_SCHEMES = frozenset({"data", "git", "github", "http", "https"})
 _ENVIRONMENT_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""The beginning of a URI with one slash instead of two, such as `Path("s3://bucket")`."""
+"""Matches the beginning of a URI with one slash instead of two, such as `Path("s3://bucket")`."""
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
     """Return the target of `value` without contacting the target. Only a slug needs the Prefect server.
 
     A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is a `block-type/name` slug if it has
-    exactly one `/` and does not start with `/`, `./`, `../` or `~`; the type must be a target block. All others are
-    paths. Write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path starts
-    at the working directory; in a run of a deployment, whose worker chooses this directory, the path is an error.
+    exactly one `/` and does not start with `/`, `./`, `../` or `~`; the type must be a target block. All other strings
+    are paths. Write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path
+    starts at the working directory; it is an error in a run of a deployment, whose worker chooses this directory.
 
     Raises:
-        InvalidInput: `value` is none of these, its scheme is read-only (`https`), the block is not saved on the
+        InvalidInput: `value` does not name a target, its scheme is read-only (`https`), the block is not saved on the
             server, or the path is relative in a run of a deployment.
         StoreUnavailable: the Prefect server did not answer.
     """
@@ -52,39 +52,39 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Return the target of `value` like `resolve_target`, but only for reading: a missing local folder is an error."""
+    """Resolve a target to read from; unlike `resolve_target`, accept read-only schemes, but no missing local folder."""
     parsed = _parse_target(value, for_reading=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
 
 
 def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
-    """Raise the errors of `resolve_target`, except those that need the Prefect server."""
+    """Raise the errors that `resolve_target` finds without asking the Prefect server."""
     _parse_target(value)
 
 
 ABSOLUTE_PATTERN = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z0-9+.-]*://)"
-"""The beginning of a path or URI that names the same location in each process."""
+"""Matches the beginning of a path or URI that names the same location in each process."""
 
 
 def make_block_slug_pattern() -> str:
-    """Return the pattern of the references `type/name` of saved target blocks, for JSON schemas."""
+    """Return a regular expression for JSON schemas, which matches the reference `type/name` of a saved target block."""
     return rf"(?:{'|'.join(sorted(_target_types_by_slug()))})/[^/\s]+"
 
 
 def require_absolute_target(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
-    """Check that a target is the same location on each machine: not below a working directory or a home.
+    """Check that a target is the same location for each process, so not below a working directory or a home.
 
     Raises:
-        InvalidInput: `value` is a relative path.
+        InvalidInput: `value` is a relative path, or starts with `~`.
     """
     if isinstance(value, StorageTarget) or re.match(ABSOLUTE_PATTERN, text := os.fspath(value)):
         return
     if not isinstance(_parse_target(text), tuple):
         raise InvalidInput(
-            f"{where}: {text!r}: expected an absolute path or a URI, found a relative path: a run of a deployment uses "
-            "the working directory and the home of its worker. Pass /absolute/path, a URI such as s3://bucket/runs, "
-            "or the type/name of a saved block"
+            f"{where}: {text!r}: expected an absolute path or a URI, found a relative path, which would depend on the "
+            "working directory and the home of the deployment's worker. Pass /absolute/path, a URI such as "
+            "s3://bucket/runs, or the type/name of a saved block"
         )
 
 
@@ -99,16 +99,16 @@ def target_reference(target: StorageTarget) -> str:
     if _parse_target(target.uri) == target:
         return target.uri
     raise InvalidInput(
-        f"{target.uri}: another process would need its credentials or settings too: save the block with "
+        f"{target.uri}: another process would also need the target's credentials or settings. Save the block with "
         f"target.save('name'), and pass its slug, '{target.get_block_type_slug()}/name'"
     )
 
 
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
-    """Return the target with these fields of a saved block.
+    """Return the target whose fields a saved block contains.
 
-    The field `block_type_slug` names its type. Prefect omits this field in a nested block; the other fields must then
-    fit exactly one target type.
+    The field `block_type_slug` names the target's type. Prefect omits this field in a nested block; the other fields
+    must then fit exactly one target type.
 
     Raises:
         InvalidInput: the fields fit no target type, or several.
@@ -124,7 +124,7 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 def _parse_target(
     value: StorageTarget | str | os.PathLike[str], *, for_reading: bool = False
 ) -> StorageTarget | tuple[str, str]:
-    """Return the target, or the type and name of a saved block; with `for_reading`, the target may be read-only."""
+    """Return the target, or a saved block's type and name; with `for_reading`, the target may be read-only."""
     value = cast("StorageTarget | str | os.PathLike[str]", to_plain_scalar(value))
     if isinstance(value, StorageTarget | str) and not for_reading:
         _reject_read_only_scheme(value if isinstance(value, str) else value.uri)
@@ -146,8 +146,8 @@ def _parse_target(
         return _parse_folder(value, for_reading=for_reading)
     if slug[1] not in (types := _target_types_by_slug()):
         raise InvalidInput(
-            f"{value!r}: {slug[1]!r} is not a type of target block; write './{value}' for a folder, or one of "
-            f"{', '.join(sorted(types))} for a block"
+            f"{value!r}: {slug[1]!r} is not a type of target block; write './{value}' for a folder; for a block, write "
+            f"type/name with one of the types {', '.join(sorted(types))}"
         )
     return slug[1], slug[2]
 
@@ -172,8 +172,8 @@ def _parse_folder(text: str, *, for_reading: bool) -> LocalTarget:
         )
     if scheme := _SINGLE_SLASH_URI.match(text):
         raise InvalidInput(
-            f"target: {text!r}: expected two slashes after {scheme[1]}:, as in {scheme[1]}://{text[scheme.end() :]}, "
-            f"in a string (a Path keeps one slash); or {f'./{text}'!r} for a folder of this name"
+            f"target: {text!r}: expected two slashes after {scheme[1]}:, as in {scheme[1]}://{text[scheme.end() :]}; "
+            f"pass a string, because a Path keeps only one slash; or {f'./{text}'!r} for a folder of this name"
         )
     path = Path(text)
     is_relative = not path.is_absolute() and not text.startswith("~")
@@ -188,7 +188,7 @@ def _parse_folder(text: str, *, for_reading: bool) -> LocalTarget:
 
 def is_deployment_run() -> bool:
     """Return whether this code runs in a run of a deployment, or in a flow or task that such a run called."""
-    # A subflow's own run has no deployment, but workers and runners set the variable for the process of a run.
+    # A subflow's run has no deployment, so also check the variable that workers and runners set for a run's process.
     return current_deployment_id() is not None or "PREFECT__FLOW_RUN_ID" in os.environ
 
 

@@ -1,4 +1,4 @@
-"""The base classes of all storage target blocks and of targets in a bucket, and the check of a target."""
+"""Base classes for all storage target blocks and for targets in a bucket, and the check that tests a target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 
-# The base class of the blocks, which is immutable and rejects unknown fields.
+# The base class of all blocks of this package. It makes them immutable, and rejects unknown fields.
 
 
 def make_block_logo_url(name: str) -> HttpUrl:
@@ -60,7 +60,7 @@ def make_block_logo_url(name: str) -> HttpUrl:
 FILES_LOGO = make_block_logo_url("filesystem")
 """The logo of Prefect's own file system block."""
 
-# The text that Prefect shows instead of a secret; and the keys that Prefect adds in block documents and dumps.
+# The text that Prefect shows instead of a secret, and the keys that Prefect adds to block documents and dumps.
 _MASK = re.compile(r"\*{8,}")
 _BLOCK_DOCUMENT_KEYS = frozenset({"block_type_slug", "_block_document_id", "_block_document_name", "_is_anonymous"})
 
@@ -70,7 +70,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
     schema_extra(schema, model)
     required = schema.get("required", ())
     last_fields = getattr(model, "_last_form_fields", ())
-    # sorted() is stable, and the UI shows the fields in this order
+    # The UI shows the fields in this order. sorted() is stable, so fields with equal keys keep the class's order.
     sort_keys = {name: (name not in required, name in last_fields) for name in schema["properties"]}
     schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: sort_keys[item[0]]))
 
@@ -78,7 +78,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
 class StrictBlock(Block, ABC):
     """A frozen Prefect block that rejects unknown fields.
 
-    Invalid fields raise one `InvalidInput` of one line, without the field values, because they may be secrets.
+    All invalid fields together raise one `InvalidInput` in one line, without the input, which may contain secrets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_extend_schema)
@@ -88,18 +88,18 @@ class StrictBlock(Block, ABC):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            # from None: the cause would print the input, secrets included
+            # `from None`, because a traceback with the cause would print the input and its secrets.
             messages = map(_format_validation_error, error.errors(include_url=False))
             raise InvalidInput(f"{type(self).__name__}: {'; '.join(messages)}") from None
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Return the slug. Prefect would compute it from the whole schema, and import the fields' blocks for it."""
+        """Return the slug. Prefect would compute the schema to find it, and so import the fields' credential blocks."""
         return cls.get_block_type_slug()
 
     @classmethod
     def register_type_and_schema(cls, *args: Any, **options: Any) -> Any:
-        import_lazy_block_types(cls)  # Prefect registers these blocks first
+        import_lazy_block_types(cls)  # so that Prefect registers the fields' blocks before this block
         return super().register_type_and_schema(*args, **options)
 
     @classmethod
@@ -135,7 +135,7 @@ class StrictBlock(Block, ABC):
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        return list(BaseModel.__repr_args__(self))  # Prefect would compute the block's form, to omit unknown fields
+        return list(BaseModel.__repr_args__(self))  # Prefect's method would compute the form to omit unknown fields
 
     @property
     def saved_name(self) -> str | None:
@@ -172,7 +172,7 @@ _MIN_KEY_CHARACTERS = 16
 
 
 def _open_target(target: StorageTarget, timeout: timedelta) -> AbstractContextManager[ObjectStore]:
-    return target.open(timeout=timeout)  # a function, since a checkpoint may be pickled
+    return target.open(timeout=timeout)  # a module-level function, because a pickled checkpoint refers to it
 
 
 class StorageTarget(StrictBlock, ABC):
@@ -182,7 +182,7 @@ class StorageTarget(StrictBlock, ABC):
     """
 
     _client: ClassVar[Client | None] = None
-    """The client of the URIs that `_from_location` accepts."""
+    """The storage client whose URIs `_from_location` accepts; None if the class accepts no URI."""
     _last_form_fields: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
@@ -234,7 +234,7 @@ class StorageTarget(StrictBlock, ABC):
     def check(self, *, timeout: timedelta = timedelta(seconds=30)) -> TargetCheck:
         """Write, read back, list and delete a probe object, and test create-if-absent by simultaneous creates.
 
-        Errors of the target are not raised, but described by `message` of the result, in one line.
+        Errors of the target are not raised; the result's `message` describes them in one line.
         """
         return probe_target(self, timeout=timeout)
 
@@ -254,7 +254,7 @@ class ObjectTarget(StorageTarget, ABC):
     )
     verify_tls: bool = Field(
         default=True,
-        description="Whether the server's certificate is verified; without it another server could answer.",
+        description="Whether the server's certificate is verified. If not, another server could answer in its place.",
     )
     ca_certificate: str | None = Field(
         default=None, description="A certificate authority to trust in addition to the system's, as PEM text."
@@ -264,7 +264,7 @@ class ObjectTarget(StorageTarget, ABC):
     )
 
     anonymous: bool = Field(
-        default=False, description="Whether requests are not signed, for public buckets and emulators."
+        default=False, description="Whether requests are sent without a signature, for public buckets and emulators."
     )
     conditional_writes: bool = Field(
         default=True,
@@ -317,7 +317,7 @@ class ObjectTarget(StorageTarget, ABC):
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
-            # An endpoint in the URI that begins with http: permits HTTP.
+            # If the URI's endpoint begins with http:, the URI needs no further option to allow HTTP.
             fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}
         return cls(**fields)
 
@@ -334,7 +334,7 @@ class ObjectTarget(StorageTarget, ABC):
 
     @abstractmethod
     def _make_connector(self) -> Callable[..., Any]:
-        """Find the credentials, and return the client's constructor, to be called with timeouts and TLS options."""
+        """Find the credentials, and return the client's constructor, which still needs timeouts and TLS options."""
 
     @contextmanager
     def open(self, *, timeout: timedelta) -> Iterator[ObjectStore]:
@@ -370,7 +370,7 @@ class ObjectTarget(StorageTarget, ABC):
 
 
 def make_name_validator(kind: str, pattern: str) -> AfterValidator:
-    """Return the validator of a bucket's or container's name, which is no URI and no path, and matches `pattern`."""
+    """Return a validator of bucket or container names, which must match `pattern`, and be neither URIs nor paths."""
 
     def validate_name(name: str) -> str:
         if "://" in name:
@@ -393,25 +393,25 @@ _REFUSAL_HINTS = {
     "write again": "read-only: listing is permitted, writing is not",
     "delete": "old checkpoints could never be removed",
 }
-"""The meaning of a refused step of the check."""
+"""What it means for the user if the target refuses this step of the check."""
 _PROBE_FOLDER = ".check"  # not a valid experiment name, so no probe is ever read as a checkpoint
 _RACING_WRITER_COUNT = 4
-_MIN_SECRET_CHARACTERS = 6  # a secret such as "s" would mask half of the message
+_MIN_SECRET_CHARACTERS = 6  # shorter secrets are not masked: "s" would mask half of the message
 
 
 @dataclass(frozen=True, slots=True)
 class TargetCheck:
     """The result of `check()`.
 
-    `ok`: whether checkpoints can be committed on the target. `message` describes the error or the successful probes in
-    one line. Without `conditional_create` two runners could both commit, so the target supports only one runner.
+    `ok` says whether checkpoints can be committed on the target. `message` describes the error, or the successful
+    probes, in one line. Without `conditional_create`, two runners could both commit, so only one may use the target.
     """
 
     ok: bool
     message: str
     conditional_create: bool
     may_be_temporary: bool = False
-    """Whether the error may be temporary: the target did not answer in time."""
+    """Whether the error may be temporary, for example because the target did not answer in time."""
 
 
 class _ProbeError(Exception):
@@ -441,7 +441,7 @@ def probe_target(target: StorageTarget, *, timeout: timedelta) -> TargetCheck:
     else:
         message = (
             "NO CONDITIONAL WRITES: a second create of the same object was accepted, so two runners could "
-            "both commit; to use it with ONE RUNNER ONLY, set conditional_writes=False"
+            "both commit; to use the target with ONE RUNNER ONLY, set conditional_writes=False"
         )
     ok, is_atomic = refuses_duplicate or not is_conditional, is_conditional and refuses_duplicate
     return TargetCheck(ok=ok, message=_format_check_message(target, message), conditional_create=is_atomic)
@@ -461,7 +461,7 @@ def _run_probes(store: ObjectStore) -> bool:
     try:
         refuses_duplicate = _probe_round_trip(store, folder, written[0]) and _probe_race(store, written[1])
     except _ProbeError:
-        with suppress(TuneError):  # report the first error
+        with suppress(TuneError):  # an error of this cleanup must not replace the first error
             store.delete(written)
         raise
     with _raising_probe_error("delete"):
@@ -494,7 +494,7 @@ def _probe_race(store: ObjectStore, path: str) -> bool:
         start.wait()
         return _try_create(store, path, data)
 
-    with _raising_probe_error("write at once"), ThreadPoolExecutor(_RACING_WRITER_COUNT) as racers:
+    with _raising_probe_error("write concurrently"), ThreadPoolExecutor(_RACING_WRITER_COUNT) as racers:
         return sum(racers.map(create, [os.urandom(64) for _ in range(_RACING_WRITER_COUNT)])) == 1
 
 

@@ -34,9 +34,9 @@ _MIN_REQUEST_PERIOD, _MAX_REQUEST_PERIOD = timedelta(seconds=0.5), timedelta(sec
 
 
 class SyncConfig(StrictBlock):
-    """When experiment state and artifacts are synced, the timeout of a sync, and the excluded files.
+    """Sets when experiment state and artifacts are synced, the timeout of a sync, and the excluded files.
 
-    Checkpoints do not wait for `sync_period_seconds`: each checkpoint is persisted before it is committed.
+    Checkpoints do not wait for `sync_period_seconds`, because each checkpoint is persisted before it is committed.
 
     Example:
         ```python
@@ -69,8 +69,8 @@ class SyncConfig(StrictBlock):
     )
     live_period_seconds: _LivePeriod | None = Field(
         default=5,
-        description="Time in seconds between two writes of the newest steps of all running trials, which `show`, `ls` "
-        "and `report` read: one small object per write. Empty: no writes.",
+        description="Time in seconds between two writes of the live status: one small object with the newest steps of "
+        "all running trials, for `show`, `ls` and `report`. Empty: no writes.",
     )
     sync_timeout_seconds: Number = Field(
         default=1800, gt=0, description="Timeout in seconds of one sync, checkpoint upload or download."
@@ -90,20 +90,20 @@ class SyncConfig(StrictBlock):
     commit: Literal["sync", "async"] = Field(
         default="sync",
         description="'sync': a report returns when its checkpoint is committed. "
-        "'async': it returns after a local snapshot, with at most one upload in flight.",
+        "'async': a report returns before its checkpoint is uploaded, with at most one upload in flight.",
     )
 
     verify_reused_every: WholeNumber = Field(
         default=16,
         ge=1,
-        description="Data that several checkpoints share is uploaded once. Within this number of commits all of it is "
-        "read back and verified, some in each commit; damaged data is uploaded again. 1: all data in each commit.",
+        description="Data that several checkpoints share is uploaded once. Each commit reads back and verifies a part "
+        "of it, all of it within this number of commits; damaged data is uploaded again. 1: all in each commit.",
     )
 
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _parse_upload_dir(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # a block from the server; the union would report an error per type
+        if isinstance(value, Mapping):  # a block from the server; pydantic would report one error per target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)
@@ -130,7 +130,7 @@ class SyncConfig(StrictBlock):
     @model_validator(mode="after")
     def _require_syncer_and_target(self) -> Self:
         if self.upload_dir is not None and self.syncer is None:
-            raise ValueError("upload_dir needs a syncer, but syncer is None: remove one of the two")
+            raise ValueError("upload_dir needs a syncer, but syncer is None: set a syncer, or remove upload_dir")
         if self.upload_dir is None and self.syncer not in (None, "auto"):
             raise ValueError("a syncer of your own needs an upload_dir: set the target of its syncs")
         return self
@@ -185,9 +185,9 @@ class SyncConfig(StrictBlock):
         return None if self.upload_dir is None else resolve_target(self.upload_dir)
 
     def validate_upload_dir(self) -> bool:
-        """Return True if `upload_dir` is a valid target; do not connect to it.
+        """Return True if `upload_dir` is a valid target, without connecting to it.
 
-        If a user's syncer has a method `validate_upload_dir`, the syncer's method decides.
+        If the user's syncer has a method `validate_upload_dir`, this method decides about a string.
 
         Raises:
             InvalidInput: `upload_dir` is not valid.

@@ -53,7 +53,7 @@ __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"
 
 
 class LocalTarget(StorageTarget):
-    """A folder of this machine, or of a file system that every machine mounts at the same path.
+    """A folder on this machine, or on a file system that every machine mounts at the same path.
 
     The first use creates the folder. Its file system must support hard links, for atomic create-if-absent.
 
@@ -74,8 +74,8 @@ class LocalTarget(StorageTarget):
 
     must_exist: bool = Field(
         default=False,
-        description="Whether a missing folder is an error; if not, it is created. Below a mount point, a missing "
-        "folder means that nothing is mounted.",
+        description="Whether a missing folder is an error; if not, it is created. Set this for a folder on a "
+        "mount, because the folder is missing if nothing is mounted.",
     )
 
     may_hang: bool = Field(
@@ -169,7 +169,7 @@ class FsspecTarget(StorageTarget):
             raise ValueError("it contains a password in plain text: use secret_options={'password': ...}")
         if parts.query or parts.fragment:
             raise ValueError(
-                "expected a location without '?' and '#', whose options would be in plain text: put options into "
+                "expected a location without '?' and '#', because a URI is plain text: put options into "
                 "storage_options, and keys and tokens into secret_options"
             )
         if scheme in _LOCAL_SCHEMES and not rest.startswith("/"):
@@ -273,7 +273,7 @@ class S3Target(ObjectTarget):
         if (self.access_key_id is None) != (self.secret_access_key is None):
             raise ValueError("access_key_id and secret_access_key require each other: set both, or neither")
         if self.session_token is not None and self.access_key_id is None:
-            raise ValueError("session_token belongs to an access_key_id and a secret_access_key")
+            raise ValueError("session_token needs access_key_id and secret_access_key: set both, or remove the token")
         return self
 
     @property
@@ -320,7 +320,7 @@ class S3Target(ObjectTarget):
         return find_ambient_access(os.environ, anonymous=self.anonymous)
 
 
-# The client's skip_signature affects only reads; a key file with disable_oauth affects writes too.
+# The client's skip_signature leaves only reads unsigned; a key file with disable_oauth leaves writes unsigned too.
 _ANONYMOUS_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
@@ -462,7 +462,7 @@ class AzureTarget(ObjectTarget):
 
 
 TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget, AzureTarget, FsspecTarget)
-"""All target types, in the order of the choices in the form of `SyncConfig`."""
+"""All target types, in the order in which the form of `SyncConfig` offers them."""
 
 if TYPE_CHECKING:
     AnyTarget: TypeAlias = StorageTarget

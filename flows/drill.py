@@ -40,9 +40,9 @@ def drill(
     """Train a trainable undisturbed, then again with kills and resumes, and compare the two runs bit for bit.
 
     The drill compares all metrics of all steps, the steps that have a checkpoint, and all files of all checkpoints:
-    `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column, other files by byte. If
-    the comparison does not show whether the training itself is deterministic, the drill trains undisturbed again. To
-    find what was probably not restored, the drill compares the states of random generators, optimizers, schedules,
+    `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column; other files by byte. If
+    this does not show whether the training itself is deterministic, the drill trains undisturbed once more. To find
+    what was probably not restored, it compares the states of random generators, optimizers, learning rate schedules,
     scalers and counters at the resume. The runs train one after another on this machine, each attempt in a copy of the
     working directory. Linear algebra uses one thread, because more threads change the order in which sums are rounded.
 
@@ -56,8 +56,8 @@ def drill(
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` draws the steps. The process
-            is in turn the trial, the search, the search during an upload, and, with several ranks, a rank other than 0.
+        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` draws the steps and the
+            processes: the trial, the search, the search during an upload, or, with several ranks, a rank other than 0.
         at: the steps after which to kill, instead of drawn steps.
         seed: seed of the draws.
         save_every: the steps between two saves of a class trainable. A function saves whenever it reports a checkpoint.
@@ -70,7 +70,7 @@ def drill(
         DrillReport: the verdict, what was compared, and what saves and kills cost.
 
     Raises:
-        NotExact: the runs differ. The message names the first difference and its cause; `report` has the report.
+        NotExact: the runs differ. The message names the first difference and its cause; `report` is the DrillReport.
         InvalidInput: an argument is invalid; nothing was trained.
         StoreUnavailable, StoreRefused: the target cannot be used.
         TuneError: a run failed for another reason; the message has its last output.
@@ -93,7 +93,7 @@ def drill(
         environment, log = make_run_environment(), get_run_logger().info
         report = run_in_processes(plan, resolve_target(location), environment, keep=keep, on_activity=log)
     if keep:
-        get_run_logger().info("kept on %s", location)
+        get_run_logger().info("the experiments of both runs are kept on %s", location)
     for line in report.lines():
         get_run_logger().info("%s", line)
     if not report.is_exact:

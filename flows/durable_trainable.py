@@ -26,7 +26,7 @@ __all__ = ["TrialResult", "durable_trainable"]
 
 @dataclass(frozen=True)
 class TrialResult(RenamedMembers):
-    """The state of a `trial` of an `experiment` when its flow run ends."""
+    """The state of `trial` in `experiment` at the end of the flow run that trained it."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"wasted_steps": "recomputed_steps"}
 
@@ -85,8 +85,8 @@ def durable_trainable(
     """Train `trainable` until it is done, across failures of the process, the machine or the network.
 
     Every checkpoint is persisted on `target` before it is committed. A later run with the same
-    experiment name, however it is started, resumes from the newest committed checkpoint; if the trial
-    has finished, the flow returns its result at once.
+    experiment name, however that run is started, resumes from the newest committed checkpoint; if the
+    trial has already finished, the flow returns the trial's result without training.
 
     ```python
     result = pt.durable_trainable(train, {"lr": 0.01}, target="runs", experiment="first-model")
@@ -103,8 +103,8 @@ def durable_trainable(
         experiment: name of the experiment on the target. Reusing a name resumes the training. Default: the id of the
             flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow run,
             and each further call uses a name that begins with this id.
-        stop: when to stop: `{"step": 100}` or other limits (stop at `>=`); in code also a function of the
-            metrics, or a stopper. Default: when the trainable is done.
+        stop: limits of metrics, such as `{"step": 100}`; the training stops when a metric is `>=` its limit. In code
+            also a function of the metrics, or a stopper. Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints to keep. Default: all.
         failures: the two retry budgets. Default: 0 for failures of the trainable, 10 for failures of the machine.
@@ -130,10 +130,10 @@ def durable_trainable(
         StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
-    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except `config`
+    parameters = dict(locals())  # all of them except `config` are fields of `SearchPlan`
     parameters.pop("config")
     from prefect_tune.ownership import with_experiment_name
-    from prefect_tune.tuner.run_training import run_training  # flow_with_server imports it while its server starts
+    from prefect_tune.tuner.run_training import run_training  # flow_with_server imports this while the server starts
 
     plan = SearchPlan(**parameters)
     outcome = run_training(with_experiment_name(plan, config) if experiment is None else plan, config)

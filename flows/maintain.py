@@ -61,20 +61,20 @@ def maintain(
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
         verify: which checkpoints to verify byte by byte: `"all"`, `"none"`, or a `"sample"`, which differs each day.
         share: the share of the checkpoints in a sample, such as `"1/7"`: daily runs read every checkpoint in 7 days.
-        max_verify_bytes: bytes of each experiment after which no further checkpoint is read. Default: no limit.
+        max_verify_bytes: bytes per experiment after which no further checkpoint is read. Default: no limit.
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Default: all. Always kept:
             the best checkpoint, each trial's newest, cloned checkpoints, and all checkpoints of the best trial.
-        time_budget_seconds: seconds after which no work begins. The first experiment differs each day. Default: none.
+        time_budget_seconds: seconds after which no work begins. Each day begins with another experiment. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:
         MaintenanceReport: what was read, deleted or found damaged; and what was skipped, with the reason.
 
     Raises:
-        DamageFound: a checkpoint or a journal is damaged; `report` has the report.
+        DamageFound: a checkpoint or a journal is damaged; the error's `report` is the MaintenanceReport.
         InvalidInput: an argument is invalid, or an experiment does not exist; nothing was begun.
         StoreUnavailable, StoreRefused: the target cannot be reached, or refuses requests.
     """

@@ -78,8 +78,8 @@ def resume(
 ) -> Results:
     """Resume the search `experiment` with the settings in its journal; parameters given here replace these settings.
 
-    It continues like `tune` with the same experiment name, but needs no code: call it from a form, a schedule or a
-    command line. It never creates an experiment: a missing experiment is an error.
+    The search continues as with `tune` and the same experiment name, but `resume` needs no code: call it from a form,
+    a schedule or a command line. `resume` never creates an experiment; a missing experiment is an error.
 
     ```python
     results = pt.resume("digits", target="runs", num_samples=20)
@@ -98,9 +98,9 @@ def resume(
         fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
             target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
         at: with `fork`: number of the journal entry at which the trials' progress is forked. Default: the last entry.
-        strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise a trial continues
-            from its newest remaining checkpoint, or from the beginning, and the log reports it.
-        space: another space for further trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials count.
+        strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Without this, such a trial
+            continues from its newest remaining checkpoint, or from the beginning, and the log reports it.
+        space: another space for new trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials stay data.
         search: another search algorithm from now on; required if the journal's algorithm has no JSON form.
         scheduler: another scheduler, such as `{"ASHA": {"max_t": 81}}`; required if the old one has no JSON form.
         warm_start: experiments whose finished trials the search learns from; see `tune`.
@@ -157,7 +157,7 @@ def resume(
     require_search(state, resolved.uri)
     plan = make_plan(state)
     if callbacks is None and "callbacks" in list_unstored_options(state.settings):
-        get_run_logger().warning("the journal cannot store callback objects: the search runs without them")
+        get_run_logger().warning("the journal cannot store callback objects, so the search runs without them")
     return run_search(plan, state)
 
 
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not get_earlier_choices(state):  # a form may have increased the number since
+    if options["search"] is None and not get_earlier_choices(state):  # a choice in a form may have raised the number
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

@@ -31,8 +31,8 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
     With `nodes_per_trial`, each node has its own flow run; only the run of node 0 posts to the outbox.
 
     Args:
-        spec: the specification, from `spec_to_parameters`.
-        request: the request for this attempt, from `request_to_parameters`.
+        spec: the trial's specification, as `spec_to_parameters` returns it.
+        request: the request for this attempt, as `request_to_parameters` returns it.
         attempt: the number of the attempt; the paths of the attempt's answers on the target contain this number.
         node: the number of this run's node, from 0.
     """
@@ -53,5 +53,5 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
                 return make_attempt_task(spec.tags)(spec, attempt_request, channel.use_stop_event(stop))
 
         end_state = train(train_attempt)
-    # The state's name is part of Prefect's event: keep a standard name, which automations can match.
+    # The state's name is part of Prefect's event. Automations match standard names, so ours goes into the message.
     return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")

@@ -106,7 +106,7 @@ def tune(
             Default: `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
             1 for a grid without other sampled values; or the number in `search`.
-        samples_per_run: how many samples each run of a schedule adds to the samples of earlier runs, instead of
+        samples_per_run: how many samples each scheduled run adds to the samples of earlier runs, instead of a total in
             `num_samples`. Unfinished samples come first. A restart (Retry, Resume, automation) adds no samples.
         stop: a trial is finished when a metric reaches a limit (`>=`, like Ray), such as `{"step": 100}`. Limits of the
             experiment end the search, such as `MaxFailures` in `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
@@ -127,7 +127,7 @@ def tune(
         failures: the retry budgets of a trial. Default: 0 for its own failures, 10 for failures of the machine.
         allow_missing_metric: whether reports may lack the metric; if not, a trial that reports no number for it fails.
         fail_fast: whether the first trial that errors ends the experiment; the other trials save and can be resumed.
-            None: the same error in three trials ends it, if no trial has reported a second step.
+            None: the same error in three trials ends the experiment, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not exist. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains only these.
@@ -137,7 +137,7 @@ def tune(
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
         trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
-        trial_job_variables: job variables of these flow runs, such as CPU and memory, with the work pool's names.
+        trial_job_variables: job variables of the trials' flow runs, such as CPU and memory, named as in the work pool.
         trial_tags: tags of each attempt's task run, and of its flow run if it has one. Prefect's limits by tag apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
         sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.

@@ -121,7 +121,7 @@ def publish_checkpoint(
     parts: ExpectedParts | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> SaveResult:
-    """Publish the local `directory` as the checkpoint `key` on `target`; on return it is complete and durable.
+    """Publish the local `directory` as the checkpoint `key` on `target`, complete and durable on return.
 
     A try that failed or was killed leaves no checkpoint, and the next try reuses its uploaded bytes. `directory`
     must not change during the save.
@@ -131,7 +131,7 @@ def publish_checkpoint(
         before: the state of the trial before the save; bytes of its newest live checkpoint are not sent again.
         reverification: the reused blobs to read back first.
         parts: the parts that other nodes add to the checkpoint, and the time to wait for these parts.
-        timeout_seconds: limit of each try. No upload continues in the background after it.
+        timeout_seconds: limit of each try, after which no upload continues in the background.
 
     Raises:
         AlreadyCommitted: another save has committed a checkpoint with this key.
@@ -205,7 +205,7 @@ def delete_retired_checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class PrefectAttemptTasks:
-    """Implements `AttemptTasks` for one trial: the calling task starts a task run for each call."""
+    """Implements `AttemptTasks` for one trial: within the calling task, each call is a task run of its own."""
 
     spec: TrialSpec
 
@@ -255,9 +255,9 @@ def save_checkpoint(
     retention: Retention | None = None,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> CommittedCheckpoint:
-    """Publish a local directory as the checkpoint of a trial's step; on return it is committed and durable.
+    """Publish a local directory as the checkpoint of a trial's step, committed and durable on return.
 
-    From its first save on, the flow run owns the experiment: saves of other runs then fail. A run that is started again
+    From its first save on, the flow run owns the experiment, so saves of other runs fail. A run that is started again
     takes the experiment over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry.
     `restore_experiment_state` adopts such a checkpoint; call it before `restore_checkpoint`. The next save
     sends only the missing bytes. A step whose save failed can be saved again, with the same files or with others.
@@ -280,7 +280,7 @@ def save_checkpoint(
         metrics: the metrics of this step, for `show` and results. They are stored with the step's first save.
         trained_seconds: the training time up to this step; `show` and the report print it, unless it is 0.
         metadata: other facts as plain JSON; `pt.Checkpoint.get_metadata` returns them.
-        retention: the checkpoints of the trial to keep; the others are deleted after the commit. Default: all.
+        retention: which of the trial's checkpoints to keep; others are deleted after the commit. Default: all.
         timeout_seconds: limit of each try of the upload, in seconds.
 
     Returns:
@@ -319,8 +319,8 @@ class _CheckpointSave:
         """Save and journal the checkpoint.
 
         Raises:
-            SaveOvertaken: another task changed the trial during the save; or a checkpoint was quarantined, and this
-                checkpoint too, because it may have the same damage.
+            SaveOvertaken: another task changed the trial during the save; or another checkpoint was quarantined, and
+                the new checkpoint too, because it may have the same damage.
         """
         state = ensure_ownership(self._target, self._args.experiment)
         self._folder = state.trial_key(self._args.trial)
@@ -346,7 +346,7 @@ class _CheckpointSave:
         return make_committed_checkpoint(self._target, self._folder, committed.checkpoint, save.sent_bytes)
 
     def _find_existing_checkpoint(self, state: Experiment) -> CheckpointRef | None:
-        """Return the checkpoint of this step if it has these files; None if the step can be saved.
+        """Return the checkpoint of this step if it has the files of this save; None if the step can be saved.
 
         Raises:
             AlreadyCommitted: this step's checkpoint has other files, or a later step is committed.
@@ -360,7 +360,7 @@ class _CheckpointSave:
             key = self._folder.checkpoint_key(existing)
             with self._target.open(timeout=READ_TIMEOUT) as store:
                 manifest, staged = read_manifest(store, key), StagedFiles(self._args.directory)
-                # A restored copy has the metadata that was set since the commit.
+                # The directory may be a restored copy, which also has the metadata that was set since the commit.
                 copy = add_metadata_file(manifest, read_copy_metadata(store, key.metadata_folder, manifest))
                 if has_same_files(manifest, staged) or has_same_files(copy, staged):
                     return existing
@@ -397,7 +397,7 @@ class _CheckpointSave:
                 timeout_seconds=self._args.timeout_seconds,
             )
         except AlreadyCommitted as error:
-            # After this entry, no owner adopts a save that began earlier; the next attempt deletes the save.
+            # After this entry, no owner adopts the earlier save; the trial's next attempt deletes that save.
             retired = CheckpointsRetired(trial=trial.id, retired_sequences=())
             write_if_unchanged(self._target, state, trial.id, [retired])
             raise SaveOvertaken(f"step {self._report.step}: an earlier save of this step was not journaled") from error
@@ -409,7 +409,7 @@ class _CheckpointSave:
 
 
 class _RetiredDuringRestoreError(Exception):
-    """The checkpoint is not damaged: its trial has newer checkpoints and has retired this checkpoint."""
+    """The checkpoint is not damaged, but retired, because its trial has newer checkpoints."""
 
 
 @public_task(name="restore-checkpoint", task_run_name="restore {trial}", **TASK_RETRY_OPTIONS)
@@ -435,7 +435,7 @@ def restore_checkpoint(
     Args:
         directory: the destination: a directory that is empty, does not exist yet, or has this checkpoint's files.
             Default: a new directory that only this user can write to, below the temporary directory (`TMPDIR`) of the
-            machine where the task runs. The directory belongs to the caller: nothing removes it.
+            machine where the task runs. The directory belongs to the caller; nothing removes it.
         step: the step of the checkpoint. Default: the newest checkpoint.
 
     Returns:
@@ -460,8 +460,8 @@ def restore_checkpoint(
                 get_run_log().warning("Nothing was restored. %s", missing)
             return restored
     raise CheckpointNotFound(
-        f"trial {trial!r} of {experiment!r} at {args.target.uri}: {MAX_WRITE_RACES} times the trial's run deleted the "
-        "checkpoint during the download. Keep more checkpoints (retention=pt.Retention(last=2)), or wait for that run"
+        f"trial {trial!r} of {experiment!r} at {args.target.uri}: the trial's run deleted the checkpoint during the "
+        f"download {MAX_WRITE_RACES} times. Keep more checkpoints (retention=pt.Retention(last=2)), or wait for the run"
     )
 
 
@@ -517,7 +517,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
             is_quarantined = quarantine_in_journal(store, key.trial.journal_key, {key: reason}, new_write_stamp())
-    except StoreRefused as refused:  # it is live, but these credentials may only read, or there may be one writer only
+    except StoreRefused as refused:  # e.g. the credentials may only read, or the target supports only one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
@@ -533,8 +533,8 @@ def delete_checkpoint(
 
     The flow run then owns the experiment, as after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
-    goes back to the previous checkpoint, and may save the step again. If the trial is running, the journal begins its
-    next attempt from the previous checkpoint at once, so that `show` and results show that checkpoint.
+    goes back to the previous checkpoint, and may save the step again. If the trial is running, the journal records at
+    once that its next attempt starts from the previous checkpoint; `show` and results then show that checkpoint.
     For `timeout_seconds`, see `save_checkpoint`.
 
     ```python
@@ -574,7 +574,7 @@ def delete_checkpoint(
         keys = [CheckpointKey.from_manifest_path(folder, path) for path in paths]
         return state, [key for key in keys if key and key.step == args.step and is_deletable_checkpoint(current, key)]
 
-    # Read first: taking ownership would create the experiment.
+    # Read before taking ownership, which would create the experiment.
     existing = read_experiment_raising_refusals(args.target, args.experiment)
     if not existing.entry_count:
         raise InvalidInput(f"{missing_experiment_message(args.target, args.experiment)}. Nothing was deleted")

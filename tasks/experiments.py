@@ -83,8 +83,8 @@ def acquire_experiment(
 ) -> Experiment:
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
-    The task adopts a checkpoint whose save was killed between its manifest and its journal entry. Running trials
-    become pending. If the experiment does not exist yet, it is created empty.
+    The task adopts a checkpoint whose save was killed after it created the manifest and before the journal entry.
+    Running trials become pending. If the experiment does not exist yet, it is created empty.
 
     Args:
         key: the experiment's journal, from `read_experiment_by_name`.
@@ -122,7 +122,7 @@ def write_stamped_entry(
 def write_entry(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
 ) -> Experiment:
-    """Run `write_stamped_entry`, by default with a new stamp. Raises the errors of this task."""
+    """Run the task `write_stamped_entry`, by default with a new stamp. Raises the errors of that task."""
     arguments = skip_prefect_introspection(experiment), skip_prefect_introspection(events)
     return write_stamped_entry(target, *arguments, stamp or new_write_stamp())
 
@@ -246,7 +246,7 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
     """Return the reports that are not in the journal yet.
 
     A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
-    steps are new. But if the trial has ended with the last of `reports`, the call is a repetition, and none is new.
+    steps are new. But if the trial has ended with the last of `reports`, the call is repeated, and no report is new.
     """
     if trial is None:
         return reports
@@ -264,7 +264,7 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """The arguments of a fork. All tries have the same owner and stamp, so that a retry makes the same fork."""
+    """The arguments of a fork. All tries of a fork use one owner and stamp, so that a retry makes the same fork."""
 
     experiment: str
     into: str
@@ -281,7 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    Logs a warning for each trial with checkpoints that the origin has deleted, or with only quarantined checkpoints.
+    The task warns of each trial with checkpoints that the origin has deleted, or with only quarantined checkpoints.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -388,7 +388,7 @@ def publish_results(
 ) -> Mapping[ResultsTable, str]:
     """Write the experiment's trials and reports as Parquet files on `target`, and return the paths.
 
-    Idempotent. Deletes the files of earlier states of the experiment, because the new files include their rows.
+    Idempotent. The files of earlier states of the experiment are deleted, because the new files include their rows.
 
     Args:
         curves: the learning curves, if the caller has already read the journal.
@@ -406,7 +406,7 @@ def publish_results(
         reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
             table = trials_to_arrow(experiment) if rows == "trials" else curves_to_arrow(experiment, reports)
-            with suppress(AlreadyExists):  # the name has the entry's number, which determines the content
+            with suppress(AlreadyExists):  # the name has the entry's number, so the content is the same
                 store.create(path, to_parquet(table, {**metadata, "version": COLUMN_VERSIONS[rows]}))
             delete_older_documents(store, before=path)
     return paths

@@ -1,4 +1,4 @@
-"""The maintenance tasks of one experiment, also while it runs: verify, quarantine, prune, and collect garbage."""
+"""The maintenance tasks of one experiment, which may be running: verify, quarantine, prune, collect garbage."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def quarantine_checkpoints(
 
 @task(name="prune-checkpoints", task_run_name="prune {journal.experiment}", **TASK_RETRY_OPTIONS)
 def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retention, *, dry_run: bool = False) -> int:
-    """In a finished experiment, retire the checkpoints that `policy` does not keep; return their number.
+    """In a finished experiment, retire the checkpoints that `policy` does not keep; return how many are retired.
 
-    It retires nothing while a trial has not ended, and keeps the best checkpoint and all checkpoints of the best trial.
+    While a trial has not ended, none is retired. The best checkpoint and all checkpoints of the best trial are kept.
     A dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
@@ -117,6 +117,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a function that tells whether another item may start. None starts after `until` or 80 % of the timeout."""
+    """Return a function that tells whether another item may start: before `until`, and before 80 % of the timeout."""
     deadline = datetime.now(UTC) + _MAX_START_FRACTION * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

@@ -69,7 +69,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
 
     All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
     state, which shows how the attempt ended: Completed, Pruned, Paused, Interrupted or Failed, with the reason.
-    The journal decides the next step.
+    What happens next depends only on the journal.
 
     Args:
         spec: the specification of the trial.
@@ -82,7 +82,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
     log: Log = get_run_logger()
     if spec.proposed_by_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
-    channel.start_polling()  # a stop request may arrive during a wait for a slot, other nodes or an import
+    channel.start_polling()  # before any wait (for a slot, other nodes or an import), in which a stop may be requested
     with (
         quieting_inner_tasks(),
         retrying_refusals(),
@@ -101,7 +101,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
 def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel) -> State[Any]:
     """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
-    Dask and Ray repeat the task if its worker is lost. By then, the attempt has begun without this node.
+    Dask and Ray repeat the task if its worker is lost, although the attempt has then begun without this node.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quieting_inner_tasks(), retrying_refusals(), closing(channel):

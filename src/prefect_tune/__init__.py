@@ -1,7 +1,7 @@
 """Durable training and hyperparameter search as Prefect flows.
 
-This module exports the public names. It imports a name on first use: a trial's process and `prefect-tune --help` do not
-wait for the import of Prefect.
+This module exports the public names. It imports a name on first use, so that a trial's process and
+`prefect-tune --help` need not wait for the import of Prefect.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def __getattr__(name: str) -> object:
         hint = _HINTS.get(name, "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     is_gc_enabled = gc.isenabled()
-    gc.disable()  # useless collections would take a sixth of the import time of Prefect
+    gc.disable()  # garbage collections, which find nothing here, would take a sixth of Prefect's import time
     try:
         if name == "__version__":
             from importlib.metadata import version
@@ -312,12 +312,12 @@ def __getattr__(name: str) -> object:
         else:
             value = getattr(import_module(_MODULE_BY_NAME.get(name, "prefect_tune.core.errors")), name)
     except KeyboardInterrupt:
-        # The import takes seconds, and its traceback would show an arbitrary imported module.
+        # Users interrupt this import because it takes seconds. A traceback would only show some imported module.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     finally:
         if is_gc_enabled:
             gc.enable()
-    globals()[name] = value  # later uses do not call this function
+    globals()[name] = value  # so that later uses do not call this function
     return value
 
 

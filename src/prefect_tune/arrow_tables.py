@@ -1,4 +1,4 @@
-"""Convert an experiment to Arrow tables with one row per trial, report or attempt. Needs no Prefect."""
+"""Convert an experiment, without Prefect, to Arrow tables with one row per trial, report or attempt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
 COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "2", "reports": "1"}
 """Increment a version if a column is removed or changes its meaning; for reports, also if a column is added.
 
-`parse_reports` reads the reports back. A file holds its version in the metadata `prefect-tune/version`.
+A file's metadata `prefect-tune/version` is its version; `parse_reports` rejects reports of another version.
 """
 
 
@@ -114,9 +114,9 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if the file is damaged, or of another version or experiment state.
+    """Return the reports in a Parquet file; None if it is damaged, or its version or state digest is another one.
 
-    If the result is None, the caller reads the reports from the journal. Nothing in the file is executed.
+    If this returns None, the caller reads the reports from the journal. Nothing in the file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -139,7 +139,7 @@ def _get_newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | N
 
 
 _Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
-"""The columns of every experiment: the Arrow type, and a function of the experiment's key and a trial."""
+"""The columns that every experiment has: by name, the Arrow type, and the function that returns a trial's value."""
 _FIRST_COLUMNS: _Columns = {
     "trial": ("string", lambda _, trial: trial.id),
     "status": ("string", lambda _, trial: str(trial.status)),
@@ -158,7 +158,7 @@ _LAST_COLUMNS: _Columns = {
 
 
 def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """Return a column for each name in any row, with null in rows without the name."""
+    """Return a column for each name that occurs in `rows`; in rows without the name, the column is null."""
     columns: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
@@ -170,7 +170,7 @@ def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Colle
 
 
 def _make_column(column: list[Any]) -> pa.Array:
-    """Return a column of one type; lists, mixed types, and integers beyond 64 bits or a float's range become JSON."""
+    """Return a column of one type. If values are lists, of mixed types, or too large for it, all become JSON."""
     import pyarrow as pa
 
     types = {type(value) for value in column if value is not None}
@@ -189,9 +189,9 @@ def _make_column(column: list[Any]) -> pa.Array:
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return the valid reports, one per row: from the published file of this state if usable, else from the journal."""
+    """Return the valid reports, one per row, from the file published for this state or else from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
-    with suppress(ObjectNotFound, JournalCorrupt):  # a file that is too large was not written by this package
+    with suppress(ObjectNotFound, JournalCorrupt):  # JournalCorrupt: too large, so not written by this package
         if (table := parse_reports(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
             return table
     return curves_to_arrow(experiment, read_curves(store, experiment))

@@ -1,12 +1,12 @@
 """The syncers of a trial's artifacts: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
-The built-in syncer mirrors a directory in the background: one plain object per file, and only changed files are sent.
+The built-in syncer mirrors a directory in the background. Each file becomes one plain object; only changes are sent.
 
     <directory>/logs/events.out   ──►   <remote>/logs/events.out
 
-A later upload replaces the object. Nothing else on the target depends on artifacts: a reader may see a mix of two
-successive syncs, and an attempt that wrongly counts as dead may replace a file of its successor.
-Never: write an object outside the remote folder, or a local file outside the directory, whatever a key or a link names.
+A changed file replaces its object. Nothing else on the target depends on artifacts, so a reader may see a mix of two
+syncs, and an attempt that still runs although it counts as lost may replace a file of the next attempt. Whatever a key
+or a link names, a sync writes no object outside the remote folder, and no local file outside the directory.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Syncer(ABC):
 
     A subclass needs only the three abstract methods, and need not call the constructor of `Syncer`. Each attempt of a
     trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may finish
-    before they return, or in the background. A subclass that works in the background should override `wait`, to
-    raise the errors, and `retry`.
+    their work before they return, or in the background. A subclass that works in the background should override
+    `retry`, and also `wait`, which raises the errors.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
@@ -77,9 +77,9 @@ class Syncer(ABC):
     sync_timeout: timedelta = timedelta(seconds=1800)
     """The maximum time of one sync; `wait` must enforce it."""
     last_sync_up_time: float = -math.inf
-    """Start of the last `sync_up` that did not fail, in seconds on the monotonic clock of this process."""
+    """When the last `sync_up` that did not fail began, in seconds on the monotonic clock of this process."""
     last_sync_down_time: float = -math.inf
-    """Start of the last `sync_down` that did not fail, on the same clock."""
+    """When the last `sync_down` that did not fail began, on the same clock."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)
@@ -118,10 +118,10 @@ class Syncer(ABC):
         """Delete the URI `remote_dir` and everything below it. Returns whether the deletion is done or has begun."""
 
     def retry(self) -> None:  # noqa: B027  a subclass without background work has nothing to retry
-        """Run the failed syncs again. Override it in a subclass that works in the background."""
+        """Run the failed syncs again. Override this method in a subclass that works in the background."""
 
     def wait(self) -> None:  # noqa: B027  without background work, there is nothing to wait for
-        """Wait for all background work, and raise its error. Override it in a subclass that works in the background."""
+        """Wait for all background work, and raise its error. A subclass with background work must override this."""
 
     def wait_or_retry(self, max_retries: int = 3, backoff_s: float = 5) -> None:
         """Wait; after an error, pause, retry and wait again, up to `max_retries` times.
@@ -188,7 +188,7 @@ class Syncer(ABC):
 
     @classmethod
     def validate_upload_dir(cls, upload_dir: str | None) -> bool:
-        """Return True if `upload_dir` is a valid target; do not connect to it.
+        """Return True if `upload_dir` is a valid target, without connecting to it.
 
         Raises:
             InvalidInput: `upload_dir` is not valid. The message names the missing package, or the nearest valid value.
@@ -201,13 +201,13 @@ class Syncer(ABC):
 def _parse_duration(name: str, value: timedelta | float) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not 0 <= seconds < math.inf:
-        raise InvalidInput(f"{name}: expected a timedelta or seconds, not negative, found {value!r}")
+        raise InvalidInput(f"{name}: expected a timedelta or a number of seconds, 0 or more, found {value!r}")
     return timedelta(seconds=seconds)
 
 
 _MAX_NAMED_PATHS = 5
 _MAX_SHOWN_CHARACTERS = 200
-_GRACE_PERIOD = timedelta(seconds=10)  # the time in which a store ends its work after the deadline and raises an error
+_GRACE_PERIOD = timedelta(seconds=10)  # after the deadline: the time for a store to end its work and raise its error
 _FIRST_PAUSE_SECONDS = 1.0
 
 
@@ -236,8 +236,8 @@ class TargetSyncer(Syncer):
     """Syncs directories with a target in the background, one command at a time, in the order of the calls.
 
     While a command runs, other commands are queued, and never dropped. A sync that equals the last queued sync of the
-    same remote directory is not queued again, because a sync copies the files that exist when it begins. A command is
-    stopped after `sync_timeout`; the next command begins only after the stopped command has ended.
+    same remote directory is not queued again, because the queued sync will copy the files that exist when it begins. A
+    command is stopped after `sync_timeout`; the next command begins only after the stopped command has ended.
 
     `sync_up` sends the files whose size or modification time changed since this syncer last sent or received them. It
     deletes remote files that this syncer sent or received and that were deleted locally. `sync_down` deletes no local
@@ -324,7 +324,7 @@ class TargetSyncer(Syncer):
         """Wait until all commands are done.
 
         Args:
-            timeout: the maximum wait; 0 to return at once. None: as long as the commands may take.
+            timeout: the maximum wait; 0 to check without a wait. None: as long as the commands may take.
 
         Raises:
             SyncTimedOut: the commands did not end within `timeout`, or `sync_timeout` stopped a command.
@@ -346,9 +346,9 @@ class TargetSyncer(Syncer):
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
                 if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
-                    del self._failed_commands[command]  # raise it once: a retry cannot help, and no file is unsaved
+                    del self._failed_commands[command]  # raised once: no retry can help, and no file is unsaved
                 if error is None:
-                    raise TuneError(f"{command}: it was running when this syncer was copied, and may not be done")
+                    raise TuneError(f"{command}: it was not done when this syncer was copied; `retry` runs it again")
                 if isinstance(error, TuneError):
                     kind = SyncTimedOut if isinstance(error, DeadlineExceeded) else type(error)
                     raise kind(f"{command}: {error}") from error
@@ -367,7 +367,7 @@ class TargetSyncer(Syncer):
             self._next_start_seconds = 0.0
 
     def _is_sync_due(self, action: SyncAction) -> bool:
-        """Count a running sync as the last sync; after a failure, wait 2, 4, 8 ... s, up to `sync_period`."""
+        """A running sync counts as the last sync. After failures, wait 2, 4, 8 ... s, up to `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
@@ -392,7 +392,7 @@ class TargetSyncer(Syncer):
         return True
 
     def _start_next_command(self) -> None:
-        """Start the next command if none runs. Its thread is not a daemon: the interpreter waits for it at exit."""
+        """Start the next command if none runs, in a non-daemon thread, for which the interpreter waits at exit."""
         while self._queue and self._running_command is None:
             command = self._running_command = self._queue.popleft()
             self._started_at_seconds = self._clock()
@@ -476,12 +476,12 @@ class TargetSyncer(Syncer):
 
 
 def _make_absolute(local_dir: str) -> str:
-    """Return the absolute path: the working directory may change before the command runs."""
+    """Return the absolute path, because the working directory may change before the command runs."""
     return os.path.abspath(local_dir)  # noqa: PTH100  links stay as written
 
 
 def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return only the user's patterns. Files that match a built-in pattern are left out too, but are reported."""
+    """Return the user's patterns only, so that files which match a built-in pattern are reported when left out."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 
@@ -492,7 +492,7 @@ _INVALID_KEY_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # XML listi
 _PARTIAL_DOWNLOAD = re.compile(r"\.[0-9a-f]{32}\.part")
 
 _FileStamp: TypeAlias = tuple[int, int, int]
-"""Size, modification time in ns and inode of a file; a later write changes it."""
+"""Size, modification time in ns and inode of a file; a later write to the file changes its stamp."""
 
 
 class ArtifactMirror:
@@ -506,10 +506,10 @@ class ArtifactMirror:
     def upload(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
         """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
 
-        It deletes only files that this mirror sent or received. The result contains links that lead out of the
-        directory or to folders, entries that cannot be read or are no file or folder, names that some targets reject,
-        and matches of `NON_ARTIFACT_PATTERNS`. It contains no excluded files, no empty folders, and no files that
-        vanish before they are read. On the target, the paths in the result and all paths below them stay unchanged.
+        An upload deletes only files that this mirror sent or received. The result contains links out of the directory
+        or to folders, entries that cannot be read or are neither file nor folder, names that some targets reject, and
+        matches of `NON_ARTIFACT_PATTERNS`. It contains no excluded files, no empty folders, and no files that vanish
+        before they are read. On the target, the paths in the result and all paths below them stay unchanged.
 
         Raises:
             InvalidInput: the directory does not exist.
@@ -522,7 +522,7 @@ class ArtifactMirror:
         local = dict(_scan_files(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
         if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_path_left_out(path, left_out)):
-            store.delete([_make_object_key(folder, path) for path in deleted])  # before a file takes a folder's name
+            store.delete([_make_object_key(folder, path) for path in deleted])  # before a file replaces a folder
             for path in deleted:
                 del mirrored[path]
 
@@ -553,7 +553,7 @@ class ArtifactMirror:
         """Download the files below `folder`; replace local files of the same names, and keep all others.
 
         Raises:
-            CheckpointNotFound: the target has no files there. It is also a `FileNotFoundError`.
+            CheckpointNotFound: the target has no files below `folder`. The error is also a `FileNotFoundError`.
             CheckpointCorrupt: a key would lead out of the directory. Nothing is downloaded.
             InvalidInput: a local link or file has a remote folder's name, or a local folder has a remote file's name.
         """

@@ -1,6 +1,6 @@
-"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs the search. Needs no Prefect.
+"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs the search, without Prefect.
 
-A callback cannot influence the search: no trial waits for a callback, even if the callback raises or is slow.
+A callback cannot influence the search. No trial waits for a callback, and an error in a hook is only logged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a journal type only on first use: flows import this module, but not the journal types."""
+    """Import a journal type only on first use, because flows import this module without needing the journal types."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "prefect_tune.core.experiment.trial_transitions" if name == "Trial" else "prefect_tune.core.journal_events"
@@ -53,9 +53,9 @@ class SearchInfo:
     target_uri: str
     """The target's URI, without secrets."""
     objective: Objective | None
-    """The metric by which trials are compared."""
+    """The metrics by which trials are compared; None without a metric."""
     generation: int = 1
-    """Counts the experiments with this name on the target: incremented when the name is used again after a deletion."""
+    """The number of experiments that have had this name on the target; a deletion frees the name for the next."""
 
 
 class Callback:
@@ -65,17 +65,17 @@ class Callback:
     arrive in the order of its history, events of different trials in the order of their receipt. `on_trial_result` is
     called as soon as a report arrives. Every other hook is called when its event is about to be written to the journal.
 
-    **How often.** A callback receives all events of the experiment from the first trial on, even events from before it
-    was added, or from a time when no search was running. The result of `get_state` is stored on the target every few
-    seconds and at the end, with the number of the last journal entry that the callback has received. The callback
-    receives each event at least once, in order. After a regular end, no event is repeated; after a crash, the events
-    since that entry may be repeated. Use `trial`, `attempt`, `step` and the sequence of a checkpoint to recognize a
-    repeated event. A step that is trained again after a failure is reported again: see `started.from_step`.
+    **How often.** A callback receives all events of the experiment from the first trial on, even events from before the
+    callback was added, or from times without a running search. It receives each event at least once, in order. The
+    result of `get_state` is stored on the target every few seconds and at the end, with the number of the last journal
+    entry that the callback has received. After a regular end, no event is repeated. After a crash, the events after the
+    stored entry may be repeated; recognize a repeated event by `trial`, `attempt`, `step` and a checkpoint's sequence.
+    A step that is trained again after a failure is also reported again: see `started.from_step`.
 
     **Failures.** An exception in a hook is logged with its traceback, and the event counts as delivered. A hook that
     hangs is abandoned when the search ends; the next run delivers the events that the hook has missed.
 
-    `trial` is the trial's current state in the journal. It may be newer than the event.
+    The argument `trial` is the trial's current state in the journal, and may be newer than the event.
     """
 
     @property
@@ -84,10 +84,10 @@ class Callback:
         return type(self).__name__
 
     def setup(self, search: SearchInfo) -> None:
-        """Called before all other hooks. If it raises, this run calls no other hook."""
+        """Called before all other hooks. If `setup` raises, this run calls no other hook of the callback."""
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        """An attempt begins after step `started.from_step`: earlier reports of later steps are no longer valid."""
+        """An attempt begins after step `started.from_step`; earlier reports of later steps no longer count."""
 
     def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
         """An attempt begins from a checkpoint; called before `on_trial_start`."""
@@ -102,19 +102,19 @@ class Callback:
         """A checkpoint was committed: `results.checkpoint` and `pt.Checkpoint` can read it."""
 
     def on_trial_recover(self, trial: Trial, ended: AttemptEnded) -> None:
-        """An attempt ended, but not its trial: the trial is retried, unless `on_trial_error` follows."""
+        """An attempt ended, but not its trial. The trial is retried unless `on_trial_error` follows."""
 
     def on_trial_complete(self, trial: Trial, finished: TrialFinished) -> None:
-        """The trial has finished."""
+        """The trial has finished; `finished.kind` says why, for example because a stop criterion was met."""
 
     def on_trial_error(self, trial: Trial, gave_up: TrialErrored) -> None:
         """The trial errored and is not retried."""
 
     def on_experiment_end(self, trials: Mapping[str, Trial]) -> None:
-        """This run of the search ends; a resume may continue it."""
+        """This run of the search ends; a resume may continue the search."""
 
     def get_state(self) -> Mapping[str, object] | None:
-        """Return the state for `set_state`, as JSON. First make the effects of all earlier hooks durable."""
+        """Make the effects of all earlier hooks durable; then return the state for `set_state`, as a JSON object."""
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:

@@ -13,7 +13,7 @@ def new_write_stamp() -> WriteStamp:
 
 
 def utc_now() -> str:
-    """Return the current UTC time as text, for display only: no decision depends on it."""
+    """Return the current UTC time as text, for display only. No decision depends on this time."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -30,8 +30,8 @@ def begin_run_clock() -> None:
 def run_clock_now() -> str:
     """Return the time of day at which this process's run began, plus the monotonic time since then.
 
-    Use it for durations in the cost: a change of the system clock or a suspended machine does not affect it. In a
-    process without a run, return `utc_now()`.
+    Use this clock for durations in the cost, because a change of the system clock or a suspension of the machine does
+    not affect it. In a process without a run, return `utc_now()`.
     """
     if _run_start is None:
         return utc_now()

@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def make_process_owner(*, attempt: int = 0) -> Owner:
-    """Return an `Owner` that names this process; `Superseded` errors of earlier owners show it."""
+    """Return an `Owner` that identifies this process in the `Superseded` errors of earlier owners."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
@@ -103,9 +103,9 @@ def append_entry(store: ObjectStore, experiment: Experiment, events: Sequence[Ev
 def write_entry_directly(
     target: StorageTarget, experiment: Experiment, events: Sequence[Event], stamp: WriteStamp | None = None
 ) -> Experiment:
-    """Write an entry like `write_entry`, but without a task run: a search writes too often for a task run per entry.
+    """Write an entry like `write_entry`, but without a task run, because a search writes too many entries for that.
 
-    This writes no snapshot: the search writes snapshots in the background.
+    This function writes no snapshot, because the search writes snapshots in the background.
     """
     write_stamp = stamp or new_write_stamp()
     return with_store(target, lambda store: append_events(store, experiment, events, write_stamp))
@@ -114,7 +114,7 @@ def write_entry_directly(
 def read_experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
     """Return the digest of the journal's first entry; None if there is no such experiment. Sends one request.
 
-    The digest is unique: an experiment that is deleted and created again under the same name gets another digest.
+    The digest is unique. If an experiment is deleted and created again under the same name, it has another digest.
     """
 
     def read_digest(store: ObjectStore) -> str | None:
@@ -139,7 +139,7 @@ def read_experiment_by_name(target: StorageTarget, experiment: str) -> Experimen
 
 
 def missing_experiment_message(target: StorageTarget, experiment: str) -> str:
-    """Return the message that there is no `experiment` on `target`; it suggests a similar name if there is one."""
+    """Return the message that there is no `experiment` on `target`, with a similar name if the target has one."""
     with target.open(timeout=READ_TIMEOUT) as store:
         return no_experiment_message(store, experiment, target.uri)
 
@@ -175,18 +175,18 @@ def raising_resume_failed(target: StorageTarget, experiment: str, *others: type[
         raise ResumeFailed(f"experiment {experiment!r} at {target.uri}: {error}. Nothing was started") from error
 
 
-# Take over a journal: become its owner, adopt the previous owner's saves, and set its attempts to Crashed.
+# Take over a journal: become its owner, adopt the previous owner's saves, and set that owner's attempts to Crashed.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRequest:
-    """The arguments of a takeover: the new owner, and the events that its first entry also holds."""
+    """The arguments of a takeover: the new owner, and a function that returns further events of its first entry."""
 
     owner: Owner
     stamp: WriteStamp
     events_for: Callable[[Experiment], Sequence[Event]] = lambda _: ()
     loaded: Experiment | None = None
-    """The state, if the caller has just read the journal: a second read is not needed."""
+    """The state, if the caller has just read the journal; a takeover then reads only newer entries."""
 
 
 def acquire_and_adopt(
@@ -225,7 +225,7 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
     requests = iter([request])
 
     def try_to_acquire() -> Experiment:
-        # After the first try, `loaded` may be stale: the try may have written an entry although its reply was lost.
+        # After the first try, `loaded` may be stale, since that try may have written an entry whose reply was lost.
         next_request = next(requests, replace(request, loaded=None))
         with target.open(timeout=READ_TIMEOUT) as store:
             return acquire_and_adopt(store, key, target, next_request)
@@ -234,17 +234,17 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
 
 
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
-"""Prefect's keys of the tasks that run attempts begin with these prefixes: in a search, and in a user's own flow."""
+"""The tasks that run attempts have `task_key`s with these prefixes, in a search and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The `Owner` values with which this process has taken over journals. Their attempts end by themselves."""
+"""The `Owner` values with which this process took over journals. Their attempts are alive, and end by themselves."""
 
 
 def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
     """Set to Crashed the task runs of the attempts that were running in `before`, the state before the takeover.
 
-    A thread does this: it does not delay the exit of the process, and ignores errors of the Prefect server. An attempt
+    A daemon thread does this, so the process can exit at once; errors of the Prefect server are ignored. An attempt
     whose flow run is alive keeps its state, and ends by itself as soon as it detects that it was superseded. If the
-    thread finds later that this flow run has ended, the thread sets the attempt to Crashed.
+    thread finds later that the flow run has ended, the thread sets the attempt to Crashed.
     """
     owner_before, is_own = before.owner, before.owner in _owners_of_this_process
     _owners_of_this_process.add(owner)
@@ -264,7 +264,7 @@ def mark_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
 def _mark_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None) -> None:
     if dead_owner.flow_run is None:
         return
-    is_same_run = dead_owner.flow_run == owner.flow_run  # Prefect restarts a run only after it has ended
+    is_same_run = dead_owner.flow_run == owner.flow_run  # if so, the dead owner's run had ended before its restart
     successor = "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
     if not is_same_run:
         successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)
@@ -282,8 +282,8 @@ def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRu
 
     Args:
         owner: the owner of the journal, or the supervisor of one attempt, with the id of its task run.
-        run_count: the present run count of the flow run if the run was restarted: attempts since then are not attempts
-            of `owner`. None if the run was not restarted.
+        run_count: if the flow run was restarted, its present run count; attempts with this count are not attempts of
+            `owner`. None if the flow run was not restarted.
     """
 
     def is_attempt(run: TaskRun) -> bool:

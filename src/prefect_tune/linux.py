@@ -1,15 +1,15 @@
-"""All calls that only Linux has, and the switch between them and the calls of every POSIX system.
+"""All calls that only Linux has, and the choice between these calls and the calls of every POSIX system.
 
     on Linux                                              on other systems (macOS)
     trials are forked, each below a child subreaper       each trial is a started process (`SpawnedProcess`)
     the kernel copies files                               this process reads and writes files
-    /proc: memory and CPU time of trials, the owner of    no figures; no owner of a server; only a folder's owner and
-      a local server, the types of mounts                   mode count
+    /proc: memory and CPU time of trials, the owner of    memory, CPU time and a server's owner are unknown; only a
+      a local server, the types of mounts                   folder's owner and mode count, not the mount's type
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
 For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
-Other modules make no Linux-only calls, except the fork server and its client. No function raises on other systems,
-except the functions of the fork server.
+Other modules make no Linux-only calls, except the fork server and its client. On other systems, only the functions
+for the fork server raise.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def close_other_descriptors(*descriptors: int) -> None:
     """Close all descriptors except these and the standard streams."""
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - names, not paths
         if descriptor > 2 and descriptor not in descriptors:
-            with suppress(OSError):  # the descriptor of the listing itself
+            with suppress(OSError):  # the listing's own descriptor is already closed
                 os.close(descriptor)
 
 
@@ -106,7 +106,7 @@ def list_descriptors() -> dict[str, str]:
     """Return the file or object behind each open descriptor, by descriptor."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the descriptor of the listing itself
+        with suppress(OSError):  # the listing's own descriptor may be closed
             descriptors[entry.name] = str(entry.readlink())
     return descriptors
 
@@ -118,7 +118,7 @@ def list_other_thread_names() -> list[str]:
     names = []
     for task in tasks:
         with suppress(OSError):  # the thread has ended
-            name = (task / "comm").read_bytes().removeprefix(inherited)  # 15 bytes, maybe a part of a character
+            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, maybe in a character
             names.append(name.decode(errors="replace").strip())
     return names
 
@@ -160,7 +160,7 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def iter_process_tree(pid: int) -> Iterator[int]:
-    """Yield the pids of a process and its descendants. In /proc, each thread lists the children that it started."""
+    """Yield the pids of a process and its descendants. In /proc, each thread lists only its own children."""
     yield pid
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  a tenth of the time of `Path.iterdir`
@@ -172,13 +172,13 @@ def iter_process_tree(pid: int) -> Iterator[int]:
 def read_process_usage(pid: int) -> tuple[float, int] | None:
     """Return a process's CPU seconds, including its exited children's, and its memory in bytes; None if unknown."""
     with suppress(OSError):
-        fields = _read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the name may have any characters
+        fields = _read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()  # the process name may contain ")"
         return sum(map(int, fields[11:15])) / _TICKS_PER_SECOND, int(fields[21]) * _PAGE_BYTES
     return None
 
 
 def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the number of CPUs that this process may use: by its affinity, and by the quotas of its control groups."""
+    """Return the number of CPUs that this process may use, given its affinity and the quotas of its control groups."""
     counts = [len(os.sched_getaffinity(0)) if uses_linux_calls() else os.cpu_count() or 1]
     with suppress(OSError, ValueError, ArithmeticError):  # version 1, in a container
         quota, period = (int(_read_kernel_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
@@ -192,22 +192,22 @@ def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) 
 
 
 class MemoryLimit:
-    """The memory limit of this process: the limit of its control groups (v2 or v1), or all memory of the machine."""
+    """Reads the memory limit, the peak usage and the OOM kills of this process's control groups (v2 or v1)."""
 
     def __init__(self, root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> None:
         self._folders = list(iter_control_groups("memory", root, own))
 
     def read_limit(self) -> int:
-        """Return the lowest limit: of the control groups, or of the machine."""
+        """Return the lowest limit in bytes, of the control groups and the machine's memory."""
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
     def read_peak_usage(self) -> int:
-        """Return the peak memory of the control group; 0 if the kernel does not count it."""
+        """Return the peak memory of the control group in bytes; 0 if the kernel does not count it."""
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
     def count_oom_kills(self) -> int:
-        """Return how many processes the kernel killed for memory: in the control group; if unknown, on the machine."""
+        """Return how many processes the kernel killed for lack of memory: in the control group, else on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
             with suppress(OSError, ValueError, IndexError):  # no such file, or no such line
@@ -225,7 +225,7 @@ def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path
     """Yield the folders of this process's control group and of its parent groups.
 
     Args:
-        controller: the name of a controller of version 1; empty for version 2 only.
+        controller: a controller of control groups v1, such as `memory`; empty for the groups of v2 only.
         root: the mount point of control groups.
         own: the file that names the control groups of this process.
     """
@@ -248,12 +248,12 @@ _SOCKET_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6"
 
 
 def copy_range(source: int, file: int, length: int, offset: int) -> int:
-    """Append up to `length` bytes of `source`, from `offset` on, to `file`; return their number, 0 at the end.
+    """Append up to `length` bytes of `source`, from `offset` on, to `file`; return how many, 0 at the end of `source`.
 
     If possible, the kernel or the file server copies the bytes; XFS and Btrfs share the blocks.
     """
     if uses_linux_calls():
-        with suppress(OSError):  # not supported; the calls below also raise every other error
+        with suppress(OSError):  # not supported; any other error is raised by the calls below, too
             if count := os.copy_file_range(source, file, length, offset):
                 return count
     return os.write(file, os.pread(source, min(length, _COPY_BYTES), offset))
@@ -277,7 +277,7 @@ def read_mount_type(device: int) -> str:
 
 
 def may_have_acl(path: Path) -> bool:
-    """Return whether an ACL may give access to other users, so that the group bits are wrong; True if unknown."""
+    """Return whether an ACL may give other users access that the mode bits do not show; True if unknown."""
     try:
         return not uses_linux_calls() or any("acl" in name for name in os.listxattr(path, follow_symlinks=False))
     except OSError:
@@ -297,6 +297,6 @@ def iter_listener_owners(port: int) -> Iterator[int]:
 
 
 def _format_kernel_address(address: bytes) -> str:
-    """Return an address in the kernel's format: every four bytes are a number in the byte order of this machine."""
+    """Return an address in the kernel's format, where every four bytes are a number in this machine's byte order."""
     words = [address[start : start + 4] for start in range(0, len(address), 4)]
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)

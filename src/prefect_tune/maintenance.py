@@ -71,13 +71,13 @@ class DamageFinding:
 
     experiment: str
     trial: str | None
-    """None for the journal; `step` is then also None."""
+    """None if the journal is damaged; then `step` is None, too."""
     step: int | None
     folder: str
-    """Its folder on the target."""
+    """The folder of the checkpoint, or of the journal's entries, on the target."""
     damage: str
     is_quarantined: bool
-    """Whether it was quarantined, so that no trial resumes from it."""
+    """Whether the checkpoint was quarantined, so that no trial resumes from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ExperimentMaintenance:
     """Sampled checkpoints that were not read because of the run's limits."""
     damaged: list[DamageFinding] = field(default_factory=list)
     pruned_count: int = 0
-    """Retired checkpoints."""
+    """Retired checkpoints; in a dry run, checkpoints that would be retired."""
     collected_count: int = 0
     """Deleted objects; in a dry run, objects that would be deleted."""
     collected_bytes: int = 0
@@ -155,7 +155,7 @@ class MaintenanceReport(RenamedMembers):
 
     @property
     def collected_bytes(self) -> int:
-        """The size of deleted objects; in a dry run, of objects that would be deleted."""
+        """The size of all deleted objects; in a dry run, of all objects that would be deleted."""
         return sum(experiment.collected_bytes for experiment in self.experiments)
 
     @property
@@ -166,7 +166,7 @@ class MaintenanceReport(RenamedMembers):
         pruned_count = sum(experiment.pruned_count for experiment in self.experiments)
         skipped_text = f"; {pluralize(len(self.skipped), 'item', 'items')} not checked" if self.skipped else ""
         deleted_text = f", {format_size(self.collected_bytes)} {would}deleted"
-        if self.dry_run and pruned_count:  # checkpoints share bytes: only a deletion shows how many become free
+        if self.dry_run and pruned_count:  # checkpoints share bytes, so a dry run cannot tell how many become free
             deleted_text = f"; their bytes and {format_size(self.collected_bytes)} more would be deleted"
         return (
             f"{pluralize(len(self.experiments), 'experiment', 'experiments')}: "
@@ -184,7 +184,7 @@ class MaintenanceReport(RenamedMembers):
 
 
 def publish_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; an error is only logged: the run also returns the report."""
+    """Publish the report as an artifact of the flow run; only log errors, since the run also returns the report."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{hash_bytes(report.target.encode())[:6]}"
     try:
@@ -225,7 +225,7 @@ class MaintenanceOptions:
 
     target: StorageTarget
     daily_share: DailyShare | None
-    """The checkpoints of each experiment to read; None for none."""
+    """Which checkpoints of each experiment are read today; None to read no checkpoint."""
     max_bytes: int | None
     quarantine: bool
     collect: bool
@@ -235,7 +235,7 @@ class MaintenanceOptions:
 
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
-    """Maintain the experiments one by one, in an order that changes daily: the time may not suffice for all."""
+    """Maintain the experiments one by one, in an order that changes daily, because the time may not suffice for all."""
     maintained, unstarted = list[ExperimentMaintenance](), list[SkippedWork]()
     for name in sorted(names, key=lambda name: hash_bytes(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
@@ -250,7 +250,7 @@ _SKIPPABLE_ERRORS = (StoreUnavailable, StoreRefused, Superseded, CommitUnknown, 
 
 
 def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMaintenance:
-    """Verify, quarantine, prune and collect, in this order: damage must be found before anything is deleted.
+    """Verify, quarantine, prune and collect, in this order, because damage must be found before anything is deleted.
 
     An action that fails is reported, and does not prevent the next actions.
     """
@@ -284,7 +284,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share. Publish damage before the quarantine: later runs do not read quarantined checkpoints."""
+    """Read the daily share. Publish damage before the quarantine, since later runs do not find it again."""
     if options.daily_share is None:
         return
     result = verify_checkpoints(options.target, journal, options.daily_share, options.max_bytes, options.until)
@@ -354,7 +354,7 @@ def delete_experiment(
 
     If the call is interrupted, the experiment can no longer be resumed, and a second call deletes the rest. The name
     can be used again as soon as the first object is deleted; a marker of some 300 bytes stays. Forks of the experiment
-    have copies of its checkpoints. The experiment's runs and artifacts on Prefect's server stay.
+    keep their copies of its checkpoints. The experiment's runs and artifacts on Prefect's server stay.
 
     ```python
     pt.delete_experiment("digits", target="runs")

@@ -137,7 +137,7 @@ def live_output(
                 on_error(error)
             ended.wait()
 
-    context = copy_context()  # the kernel finds the cell by its context
+    context = copy_context()  # the kernel finds the cell by the thread's context
     thread = threading.Thread(target=context.run, args=(run_display,), name="cell-output", daemon=True)
     thread.start()
     try:
@@ -160,7 +160,7 @@ def live_output(
 
 def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the cells of this process show HTML; `PREFECT_TUNE_PROGRESS=off` disables this."""
-    # A kernel has already imported IPython and ipykernel: this function imports neither.
+    # A kernel has already imported IPython and ipykernel, so this function need not import them.
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or "ipykernel" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
@@ -177,7 +177,7 @@ _jupyter_consoles: dict[Console, bool] = {}  # the previous `is_jupyter` of each
 def quiet_console() -> Iterator[None]:
     """Make Prefect's console handlers write only warnings, errors and notices, as text.
 
-    In a notebook, these handlers would display HTML for each line. All other handlers still receive every record:
+    In a notebook, these handlers would display HTML for each line. All other handlers still receive every record, so
     Prefect's UI has the complete log.
     """
     use = object()
@@ -186,7 +186,7 @@ def quiet_console() -> Iterator[None]:
         for handler in find_console_handlers():
             handler.addFilter(_QUIET_FILTER)  # adding it again has no effect
             console = getattr(handler, "console", None)
-            if isinstance(console, Console) and can_show_output():  # write to the stream: Rich would display HTML
+            if isinstance(console, Console) and can_show_output():  # make Rich write text, not display HTML
                 _jupyter_consoles.setdefault(console, console.is_jupyter)
                 console.is_jupyter = False
     try:
@@ -242,7 +242,7 @@ def render_progress_html(state: ProgressState, status: CellStatus, error: str, l
 
 
 CurvePoints: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
-"""Learning curves: steps and values by trial and metric."""
+"""Learning curves: by trial and metric, the steps with their values."""
 ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], CurvePoints]"
 """Reads the learning curves of these trials, for these metrics."""
 MAX_ROWS = 20

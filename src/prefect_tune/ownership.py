@@ -1,17 +1,17 @@
 """Ownership of experiments by flow runs: only the owner writes the journal, in the term that its takeover began.
 
     a search, a training    one process: `make_next_owner` returns the owner that may take over; its attempts write
-                            the journal through this process, or post to outboxes that it reads
+                            the journal through this process, or post to outboxes that this process reads
     a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
                             each task writes one entry after another by `append_entry_after_newer`
 
-No process watches a run: the next run that takes over the journal owns it, without negotiation. The exception is a
-scheduled run: it ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive, by its state and
-heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have crashed.
-`terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
+No process watches a run. The next run that takes over the journal owns it, without negotiation. The exception is a
+scheduled run, which ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive by the owner's state
+and heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have
+crashed. `terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
 
-The tasks have no memory: they read from the journal whether their flow run owns the experiment, has lost it, or has
-never owned it. Each takeover names the flow run and its run count. Never: a run that lost the experiment takes it back.
+The tasks have no memory, so they read from the journal whether their flow run owns the experiment, has lost it, or has
+never owned it. Each takeover names the flow run and its run count. A run that lost the experiment never takes it back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ MAX_WRITE_RACES = 16
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
 _write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-"""By target and experiment: serializes this process's writes, which a target without create-if-absent needs."""
+"""By target and experiment: a lock that serializes the writes of this process, for targets without create-if-absent."""
 _Result = TypeVar("_Result")
 
 
@@ -91,7 +91,7 @@ def check_target(target: StorageTarget) -> TargetCheck:
     """Test, by writing and reading, whether `target` can store checkpoints safely. Error messages have one line.
 
     Raises:
-        StoreRefused: the target cannot do so, or not with this configuration.
+        StoreRefused: the target cannot store checkpoints safely, at least not with this configuration.
         StoreUnavailable: the target did not answer.
     """
     check = target.check(timeout=timedelta(seconds=30))
@@ -104,10 +104,10 @@ def check_target(target: StorageTarget) -> TargetCheck:
     return check
 
 
-# The experiment that a call uses if it names none.
+# The experiment of a call that names no experiment.
 
 _root_targets: dict[str, str] = {}
-"""By root run: the target of the first call without a name, which uses the root's id as the experiment's name."""
+"""By root run: the target of the first call without a name. Its experiment has the root's id as its name."""
 _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 """By target and experiment: the last caller in this process that claimed the name, with its task and try."""
 
@@ -115,13 +115,13 @@ _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     """Return `plan` with a name, since its call gives none; each repetition of the call gets the same name.
 
-    Each experiment of a root run has a document. It identifies the call that claimed the name, by the call's location
-    and a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
+    For each experiment of a root run, a document identifies the call that claimed the name, by the call's location and
+    a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
     and a digest of its number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
         InvalidInput: a retry could not distinguish this call from a running call; or this call may be the changed form
-            of a call that an earlier try made here, and that is neither finished nor repeated.
+            of a call of an earlier try, whose experiment is unfinished, and not claimed by a call of this try.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -131,7 +131,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     claim_call_key(path.key)
 
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
-        """Return this call's name, or else the first free name; and the names that no call of this try has claimed."""
+        """Return this call's name, or else the first free name; and the names that only earlier tries have claimed."""
         free_name, unclaimed_names = "", []
         for name in chain([root], (f"{root}-{hash_bytes(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
             call = read_claiming_call(store, name)
@@ -159,7 +159,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
                 if any(trial.phase is not Phase.FINISHED for trial in trials):
                     raise InvalidInput(
                         f"experiment: an earlier try of this run began {other!r} by a call without a name, and the "
-                        "experiment is not finished. This call differs: in its trainable (or an object in it), "
+                        "experiment is not finished. This call differs in its trainable (or an object in it), "
                         "space, config, metric, mode, search, scheduler or seed. To continue the experiment with the "
                         f"changed call, pass experiment={other!r}; to train something else, pass another name"
                     )
@@ -168,7 +168,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     return plan.with_changes(experiment=name)
 
 
-# The flow run of a search or a training: it must not be in a crash loop, or run beside a live owner.
+# The flow run of a search or a training, which must be neither in a crash loop, nor beside a live owner.
 
 
 def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
@@ -202,12 +202,12 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
 
 
 def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
-    """Cancel this scheduled run if the last run is alive: a takeover would lose the last run's unsaved steps."""
+    """Cancel this scheduled run if the last run is alive, since a takeover would lose the last run's unsaved steps."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
         return
-    # A journal may hold an invalid run id.
+    # `UUID` raises ValueError if the run id in the journal is invalid.
     with suppress(PrefectException, HTTPError, OSError, ValueError), get_client(sync_client=True) as client:
         other = client.read_flow_run(UUID(owner.flow_run))
         if check_run_alive(other, client):
@@ -221,10 +221,10 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
 
 
 def make_run_owner() -> Owner:
-    """Return the owner for a public task: the calling flow run, the same in all its tasks and processes.
+    """Return the owner for a public task: the calling flow run, which is the same owner in all tasks and processes.
 
-    `attempt` is the run count, which a retry increments, so a retry supersedes the earlier try. Without a flow run, the
-    owner is this process.
+    The owner's `attempt` is the run count, which a retry increments, so a retry supersedes the earlier try. Without a
+    flow run, the owner is this process.
     """
     owner = make_process_owner(attempt=flow_run.run_count or 0)
     name = owner.name if owner.flow_run else f"script {_PROCESS_ID}"
@@ -246,7 +246,7 @@ def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
     From then on, writes of other flow runs, and of earlier tries of this flow run, fail.
 
     Raises:
-        Superseded: this flow run owned the experiment, and another has taken it over; or the experiment was deleted.
+        Superseded: this flow run owned the experiment until another run took it over; or the experiment was deleted.
         InvalidInput: the experiment is a search, which writes its own journal; or the target is safe for one process
             only, and the flow's task runner uses several.
         ResumeFailed: the journal is damaged, or the experiment is being deleted; nothing was started.
@@ -331,7 +331,7 @@ def append_entry_after_newer(
             if not has_same_identity(state.owner, state_before.owner or make_run_owner()):
                 raise _superseded_error(state, target)
             check_state(state)
-    raise StoreUnavailable(f"{state_before.key}: {MAX_WRITE_RACES} other writers were faster; try again")
+    raise StoreUnavailable(f"{state_before.key}: other writers were faster {MAX_WRITE_RACES} times; try again")
 
 
 def retry_on_conflict(action: Callable[[], _Result]) -> _Result:
@@ -341,7 +341,7 @@ def retry_on_conflict(action: Callable[[], _Result]) -> _Result:
             return action()
         except SaveOvertaken as overtaken:
             error = overtaken
-    raise StoreUnavailable(f"{error}; tried {MAX_WRITE_RACES} times: save one trial from one task at a time") from error
+    raise StoreUnavailable(f"{error}; tried {MAX_WRITE_RACES} times. Save a trial from one task at a time") from error
 
 
 def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, events: Sequence[Event]) -> Experiment:
@@ -402,12 +402,12 @@ def make_attempt_start_events(
 
 
 def _make_restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
-    """Return the events that end the running attempt of `trial` and begin the next one at its newest checkpoint."""
+    """Return the events that end the running attempt of `trial` and start the next attempt at its newest checkpoint."""
     return [AttemptEnded(trial=trial.id, cause=Cause.PREEMPTED, reason=reason), make_attempt_started(trial, utc_now())]
 
 
 def make_rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
-    """Return the events that restart a running trial from its newest checkpoint that is not in `deleted`."""
+    """Return the events that restart a running trial at an earlier checkpoint if its newest one is in `deleted`."""
     newest = newest_checkpoint(trial)
     if trial.phase is not Phase.RUNNING or newest is None or newest not in deleted:
         return []

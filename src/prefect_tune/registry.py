@@ -1,4 +1,4 @@
-"""The schedulers, searches and stoppers that have a name in JSON, in forms and on the command line; imports nothing."""
+"""The names of the schedulers, searches and stoppers in JSON, in forms and on the command line; none is imported."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ BUILT_IN_MODULES = {
         "prefect_tune.core.experiment.stoppers",
     ),
 }
-"""The modules of the schedulers, searches and stoppers with a JSON form, by the parameter that takes them."""
+"""The modules of the schedulers, searches and stoppers with a JSON form, by parameter (such as `stop`) and name."""
 
 OPTION_FIELDS: Mapping[str, str] = {
     "ASHA": "max_t grace_period reduction_factor brackets variant",
@@ -40,4 +40,4 @@ OPTION_FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of option classes. A dict with exactly these keys is an object that a client sent without its class."""
+"""The fields of each option class. A dict with exactly these keys is an object that a client sent without its class."""

@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ArrowTable: TypeAlias = Any
-"""A `pyarrow.Table`: pyarrow has no types, and a strict type checker would report each use of an unknown type."""
+"""A `pyarrow.Table`. Pyarrow has no types, and a strict type checker would report each use of an unknown type."""
 DataFrame: TypeAlias = Any
-"""A `pandas.DataFrame`: pandas may not be installed."""
+"""A `pandas.DataFrame`. The type is `Any` because pandas may not be installed."""
 
 _TIMEOUT = timedelta(minutes=10)
 _DISPLAY_TIMEOUT = timedelta(seconds=20)
@@ -183,14 +183,14 @@ class Results:
 
     @cached_property
     def errors(self) -> Mapping[str, str]:
-        """The error of each errored trial, by name."""
+        """The error of each errored trial, by the trial's name."""
         return {trial.id: trial.reason for trial in self.trials.values() if trial.status is Status.ERRORED}
 
     @cached_property
     def cost(self) -> ExperimentCost:
         """The time in seconds that the experiment's slots spent, by category, run and attempt.
 
-        While a trial is running, the time of running attempts is read from the live status on the target.
+        The time of running attempts counts up to the newest live status on the target.
         """
         return self._read_cost(_TIMEOUT)
 
@@ -206,7 +206,7 @@ class Results:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best last report: the result of `best_trial()`, with the same errors."""
+        """The trial with the best last report, like `best_trial()`; raises the same errors."""
         return self.best_trial()
 
     def best_trial(
@@ -235,7 +235,7 @@ class Results:
     def best_trials(self) -> Sequence[Trial]:
         """The trials that no other trial dominates, by their last reports.
 
-        With several metrics: the Pareto front, sorted by the first metric. The errors are those of `best_trial`.
+        With several metrics, these are the Pareto front, sorted by the first metric. Raises like `best_trial`.
         """
         return find_pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
@@ -280,7 +280,7 @@ class Results:
     # ------------------------------------------------------------------------------------------------ one trial
 
     def curve(self, trial: str | Trial) -> Sequence[StepReport]:
-        """Return the learning curve of a trial: one report per step. If a retry repeats a step, the newest counts.
+        """Return the learning curve of a trial: one report per step, the newest if a retry has repeated the step.
 
         ```python
         losses = [report.metrics["loss"] for report in results.curve("00003")]
@@ -294,7 +294,7 @@ class Results:
             return read_curves(store, self.experiment)
 
     def checkpoint(self, trial: str | Trial) -> Checkpoint | None:
-        """Return the newest committed checkpoint of a trial; None if it has none.
+        """Return the newest committed checkpoint of a trial; None if the trial has none.
 
         ```python
         checkpoint = results.checkpoint(results.best)
@@ -314,8 +314,8 @@ class Results:
     ) -> str:
         """Write a checkpoint to a directory, with its trial's configuration and metrics; return the directory's path.
 
-        The configuration is in `config.json` and the metrics are in `metrics.json`. A file of that name in the
-        checkpoint is kept: the names are then `trial-config.json` and `trial-metrics.json`.
+        The configuration is in `config.json` and the metrics are in `metrics.json`; if the checkpoint itself has a
+        file of that name, in `trial-config.json` or `trial-metrics.json`.
 
         ```python
         results.export("best-model")
@@ -337,7 +337,7 @@ class Results:
         if not matching_keys:
             steps = ", ".join(str(key.step) for key in keys) or "none"
             step_text = "" if step is None else f" of step {step}"
-            raise CheckpointNotFound(f"trial {current.id}: there is no checkpoint{step_text}; there are: {steps}")
+            raise CheckpointNotFound(f"trial {current.id}: there is no checkpoint{step_text}; steps with one: {steps}")
         export_checkpoint(self.target, self.experiment, current, matching_keys[-1], directory, plain=plain)
         return os.fspath(directory)
 
@@ -374,7 +374,7 @@ class Results:
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return the current state of a trial, or of all trials: a running trial saves and deletes checkpoints."""
+        """Return a trial or all trials in their current state, since a running trial saves and deletes checkpoints."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
         if all(earlier.phase in ENDED_PHASES for earlier in trials):
             return trials
@@ -503,8 +503,8 @@ def export_checkpoint(
     A second call completes an interrupted export. `plain` omits the two JSON files.
 
     Returns:
-        The names of the two JSON files, by their default names `config.json` and `metrics.json`. A file of that name in
-        the checkpoint is kept: the JSON file is then called `trial-config.json` or `trial-metrics.json`.
+        The names of the two JSON files, by their default names `config.json` and `metrics.json`. The name is different
+        (`trial-config.json` or `trial-metrics.json`) if the checkpoint itself has a file of the default name.
 
     Raises:
         InvalidInput: the directory has other content, which is not changed.

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from prefect_tune.core.storage.object_store import ObjectStore
 
 READ_TIMEOUT = timedelta(minutes=2)
-"""Timeout of a read or a small write on a target, with all its requests; transfers take longer."""
+"""The timeout of a read or a small write on a target, for all of its requests together; transfers may take longer."""
 _Argument = TypeVar("_Argument")
 _Out = TypeVar("_Out")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
-_MAX_FIRST_RETRIES = 5  # before the first success of a run: 31 s in total, since a user may be waiting
+_MAX_FIRST_RETRIES = 5  # until a run's first success; pauses of 31 s in total, since a user may be waiting
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 _abandoned_event: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
@@ -39,7 +39,7 @@ _abandoned_event: ContextVar[threading.Event | None] = ContextVar("prefect_tune_
 
 @contextmanager
 def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) -> Iterator[None]:
-    """Set a context variable for the block."""
+    """Set a context variable during the `with` block."""
     token = variable.set(value)
     try:
         yield
@@ -48,7 +48,7 @@ def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) 
 
 
 def stopping_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
-    """Stop all retries in this context when `abandoned` is set: the process is exiting, and waits for its threads."""
+    """Stop all retries in this context once `abandoned` is set, because the exiting process waits for its threads."""
     return setting_context_variable(_abandoned_event, abandoned)
 
 
@@ -68,7 +68,7 @@ def _pause(seconds: float) -> None:
 
 
 def retrying_refusals() -> AbstractContextManager[None]:
-    """Retry `StoreRefused` too in this context: for a flow run whose target has passed `check_target`.
+    """In this context, retry `StoreRefused` too; used in a flow run whose target has passed `check_target`.
 
     If a target refuses a run that it served before, credentials may have expired, a policy may have changed, or a file
     system may have been remounted. Such a refusal is often temporary, and the trial did not cause it.
@@ -77,7 +77,7 @@ def retrying_refusals() -> AbstractContextManager[None]:
 
 
 def is_retryable(error: object) -> bool:
-    """Return whether to retry after `error`: it may be temporary, and this context's work is not abandoned."""
+    """Return whether `error` may be temporary and the work of this context is not abandoned."""
     if is_work_abandoned():
         return False
     refused = isinstance(error, StoreRefused) and _retries_refusals.get()
@@ -87,13 +87,13 @@ def is_retryable(error: object) -> bool:
 def should_retry(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
     """Retry condition of a Prefect task: retry temporary errors of the target, and fail at once on all other errors.
 
-    It must be a plain function: Prefect does not retry with any other callable.
+    It must be a plain function, because Prefect does not retry with any other callable.
     """
     return is_retryable(state.result(raise_on_failure=False))
 
 
 def should_retry_with_refusals(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `should_retry`, but retry `StoreRefused` too: for tasks that store the training of a user's own flow.
+    """Like `should_retry`, but retry `StoreRefused` too; for the tasks that store the training of a user's own flow.
 
     Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If the task
     failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
@@ -103,12 +103,12 @@ def should_retry_with_refusals(_task: Task[..., object], _task_run: TaskRun, sta
 
 
 def should_retry_if_unavailable(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Retry condition that retries only `StoreUnavailable`: for a flow run's first task, which tests the target."""
+    """Retry condition that retries only `StoreUnavailable`; for a flow run's first task, which tests the target."""
     return isinstance(state.result(raise_on_failure=False), StoreUnavailable) and not is_work_abandoned()
 
 
 def should_retry_unless_refused(_task: Task[..., object], _task_run: TaskRun, state: State[object]) -> bool:
-    """Like `should_retry`, but never retry `StoreRefused`: a later attempt can do the work, so do not wait."""
+    """Like `should_retry`, but never retry `StoreRefused`; for work that a later attempt can do instead."""
     error = state.result(raise_on_failure=False)
     return is_retryable(error) and not isinstance(error, StoreRefused)
 
@@ -152,11 +152,11 @@ def get_run_log() -> Log:
         return get_logger("prefect_tune")
 
 
-# Options of every task that uses a target. Results are never cached: only the store is authoritative.
+# Options of every task that uses a target. Results are never cached, since only the store is authoritative.
 TASK_RETRY_OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "refresh_cache": True,  # otherwise Prefect queries its result storage: a request per task run if it is remote
+    "refresh_cache": True,  # else Prefect queries its result storage, with a request for each task run if it is remote
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,

@@ -88,7 +88,7 @@ ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "sto
 
 
 class ResumeChoice(Value):
-    """The user's choice of how to resume. 0 leaves a limit unchanged."""
+    """The user's choice of how to resume. A limit of 0 means: unchanged."""
 
     action: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
@@ -154,7 +154,7 @@ def _validate_extension(
 ) -> None:
     if smaller := [name for name, value in requested.items() if 0 < value < current[name]]:
         numbers = ", ".join(f"{name} {requested[name]:g} (now {current[name]:g})" for name in smaller)
-        raise InvalidInput(f"extend: less than before: {numbers}")
+        raise InvalidInput(f"extend: less than before: {numbers}; enter larger numbers, or 0 for no change")
     if not any(value > current[name] for name, value in requested.items()):
         raise InvalidInput(
             "extend: no number is larger than before; enter more samples, steps or hours, or choose continue"
@@ -164,19 +164,19 @@ def _validate_extension(
     if 0 < limits.max_trials < choice.samples:
         raise InvalidInput(
             f"samples: the stop criterion TrialBudget ends the search after {limits.max_trials} trials, but the form "
-            f"has {choice.samples}; a run of the deployment resume can pass another stop"
+            f"has {choice.samples}; to change the criterion, run the deployment 'resume' with another stop"
         )
     if limits.stop_is_code and choice.steps:
         raise InvalidInput("steps: the stop criterion of this run is code, so a number cannot change it")
     if limits.scheduler_max_steps and choice.steps > max(limits.scheduler_max_steps, limits.steps):
         raise InvalidInput(
             f"steps: the scheduler ends each trial at step {limits.scheduler_max_steps}, but the form has "
-            f"{choice.steps}; a run of the deployment resume can pass a scheduler with a larger max_t"
+            f"{choice.steps}; to train longer, run the deployment 'resume' with a scheduler that has a larger max_t"
         )
 
 
 def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return the JSON form of a stop criterion with these limits in place of its own; 0 keeps its own limit."""
+    """Return the JSON form of a stop criterion with these limits instead of its own; 0 keeps the criterion's limit."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -188,7 +188,7 @@ def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[obje
     return [*(part for part in kept if part), *limits]
 
 
-# Suspend a flow run with an input form, and read its answer.
+# Suspend a flow run with an input form, and read the answer to the form.
 
 _PAUSE_KEY_PREFIX = "prefect-tune-"
 InputForm = type[RunInput]
@@ -196,7 +196,7 @@ InputForm = type[RunInput]
 
 @dataclass(frozen=True, slots=True)
 class LastForm:
-    """The last form of a suspended flow run, and its answer."""
+    """The last form of a suspended flow run, and the answer to the form."""
 
     key: str
     """Identifies this form."""
@@ -205,7 +205,7 @@ class LastForm:
 
 
 def is_flow_run_resumable() -> bool:
-    """Return whether *Resume* can start this flow run again: it must have a deployment, and must not be a subflow."""
+    """Return whether *Resume* can start this flow run again, since the run has a deployment and is not a subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return current_deployment_id() is not None and run is not None and run.parent_task_run_id is None
@@ -225,9 +225,9 @@ def suspend_with_form(form: InputForm) -> NoReturn:
 
 
 def read_last_form() -> LastForm | None:
-    """Return the last form of this flow run, and its answer; None if the run was never suspended.
+    """Return the last form of this flow run, and the answer to the form; None if the run was never suspended.
 
-    It searches the states of the run: Prefect lists all states of a run, but only the oldest 200 of its inputs.
+    The form is found through the states of the run: Prefect lists all states, but only the oldest 200 inputs.
     """
     if not is_flow_run_resumable():
         return None
@@ -242,7 +242,7 @@ def read_last_form() -> LastForm | None:
         input_key = (states[last].state_details.run_input_keyset or {})["response"]
         stored = client.filter_flow_run_input(run_id, key_prefix=input_key, limit=1, exclude_keys=set())
     answer = stored[0].decoded_value if stored else None
-    if not isinstance(answer, Mapping):  # Prefect stores no input for an untouched form
+    if not isinstance(answer, Mapping):  # if a form is sent unchanged, Prefect stores no input
         answer = {} if has_resume_state(states[last:]) else None
     return LastForm(keys[last], answer)
 
@@ -264,7 +264,7 @@ class _SearchForm(RunInput):
         default=0, title="Steps of each trial", description="To extend: finished trials continue too. 0: unchanged."
     )
     hours: float = Field(
-        default=0, title="Hours for this run", description="To extend: after this time, all trials save. 0: unchanged."
+        default=0, title="Hours for this run", description="To extend: after this time, the run ends. 0: unchanged."
     )
 
 
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. `with_initial_data` would drop the fields' titles and descriptions."""
+    """Return the form with these defaults, which `with_initial_data` would set without titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -304,7 +304,7 @@ def _fill_form(form: InputForm, description: str, **defaults: float) -> InputFor
 def format_form_description(
     state: Experiment, uri: str, objective: Objective | None, code_note: str, retry_reason: str = ""
 ) -> str:
-    """Return the text above the fields of a form: the state of the experiment."""
+    """Return the text above the fields of a form; it describes the state of the experiment."""
     trials, facts = list(state.trials.values()), list[str]()
     if len(trials) != 1 or trials[0].proposed_by_search:
         facts.append(f"trials: {len(trials)} ({format_counts(count_by_status(state))})")
@@ -346,7 +346,7 @@ def get_earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
 
 
 def is_form_answered(state: Experiment, key: str) -> bool:
-    """Return whether the answer to a form is in the journal: if a run starts twice, only the first start applies it."""
+    """Return whether the journal has the answer to a form; a run that starts twice must not apply the answer twice."""
     return any(answer.key == key for answer in state.answers)
 
 
@@ -367,7 +367,7 @@ def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[
 
 
 def apply_choice_to_stop(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion, with the limits of the choice if its action is "extend"."""
+    """Return the stop criterion; if the choice is "extend", return it with the limits of the choice."""
     if choice.action != "extend":
         return stop
     limits = make_resume_limits(stop)
@@ -383,14 +383,14 @@ STOPPED_ON_RESUME = make_reason("stopped-on-resume")
 
 @dataclass
 class RunSegment:
-    """The work of one start of a flow run, until it is suspended or done."""
+    """The work of a flow run from one start until the run is suspended or done."""
 
     plan: SearchPlan
     """The flow run's parameters, extended by the user's choices so far."""
     loaded_experiment: Experiment | None = None
     """The state of the experiment, if it has been read."""
     answer: NewAnswer | None = None
-    """The answer to the last form; None if it has been applied, or if there is none."""
+    """The answer to the last form; None if there is no answer, or if the journal has it already."""
     is_stopping: bool = False
     """Whether the search must start no more trials."""
     initial_experiment: Experiment | None = None
@@ -399,14 +399,14 @@ class RunSegment:
     """Writes the journal, and holds the latest state; None until the run owns the experiment."""
 
     def set_journal_writer(self, journal_writer: JournalWriter) -> JournalWriter:
-        """Set `journal_writer`, and set `initial_experiment` to the state before its first entry; return the writer."""
+        """Set and return the writer; set `initial_experiment` to the state before the writer's first entry."""
         self.initial_experiment, self.journal_writer = journal_writer.experiment, journal_writer
         return journal_writer
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeQuestion:
-    """The question of how a suspended run continues: its form, its limits, and the effect of an answer."""
+    """How to ask the user how a suspended run continues: the form, the limits, and the effect of an answer."""
 
     get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the values that the form can change."""
@@ -419,16 +419,16 @@ class ResumeQuestion:
 
 
 def apply_answers(segment: RunSegment, question: ResumeQuestion, form: LastForm | None) -> RunSegment:
-    """Apply the answers of this flow run, and return the result; the run may be new, retried or resumed.
+    """Apply the answers of this flow run, which may be new, retried or resumed, and return the new segment.
 
     Args:
-        segment: the plan, and the experiment if it has been read.
+        segment: has the plan, and the experiment if it has been read.
         question: the question that the form asks.
         form: the last form of the run. The journal has the answers to earlier forms.
 
     Raises:
         Pause: the answer is invalid. The run is suspended again, with a form that shows the reason.
-        ResumeFailed: the experiment cannot be read, or no longer exists. No new experiment was started.
+        ResumeFailed: the experiment cannot be read, or no longer exists. No new experiment is started.
     """
     if form is None:
         return segment
@@ -482,13 +482,13 @@ def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: in
 
 @contextmanager
 def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
-    """Let a superseded process leave its flow run's state to its successor; on SIGTERM or Ctrl-C, log how to resume.
+    """Let a superseded process leave the state of the flow run to its successor; if interrupted, log how to resume.
 
-    The successor is a process of the same flow run. The log line says which trials can be resumed.
+    The successor is a new process of the same flow run. On SIGTERM or Ctrl-C, a log line says what can be resumed.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is the same flow run.
-        KeyboardInterrupt: its message is this log line, so that Python prints it last.
+        KeyboardInterrupt: after Ctrl-C. The log line is the message of this error, so that Python prints it last.
     """
     try:
         yield
@@ -514,7 +514,7 @@ def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
 
 
 def format_resume_advice(state: Experiment) -> str:
-    """Return a message about the trials of an experiment that can be resumed, and how to resume them."""
+    """Return a message that says which trials of an experiment can be resumed, and how."""
     trials = list(state.trials.values())
     unfinished = [trial for trial in trials if trial.phase not in ENDED_PHASES]
     steps = [newest.step if (newest := newest_checkpoint(trial)) else 0 for trial in unfinished]
@@ -532,7 +532,7 @@ def format_resume_advice(state: Experiment) -> str:
 
 
 def prepare_search_segment(plan: SearchPlan, experiment: Experiment | None) -> RunSegment:
-    """Return the work of a search's flow run at its start, with the samples that it adds and the answers so far."""
+    """Return the segment for a starting flow run of a search; apply the answers, and the samples that the run adds."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
         plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
@@ -552,7 +552,7 @@ def _get_total_samples(plan: SearchPlan) -> int:
     if plan.search is None:
         return plan.num_samples or DEFAULT_NUM_SAMPLES
     if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
-        return 0  # see `with_samples`
+        return 0  # `with_samples` cannot change such a search
     total = plan.num_samples or getattr(plan.search, "num_samples", None)
     return total if isinstance(total, int) and total > 0 else 0
 
@@ -589,9 +589,9 @@ def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice
 
 
 def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) -> Sequence[Event]:
-    """Return the event of the new answer and the events that apply it; () if another start of this run applied it.
+    """Return the event of the new answer and the events that apply the answer; () if the journal has the answer.
 
-    The caller writes all of them in one entry, so that a kill cannot separate them.
+    The caller writes all these events in one entry, so that a kill cannot separate them.
     """
     answer = segment.answer
     if answer is None or is_form_answered(state, answer.event.key):
@@ -602,7 +602,7 @@ def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) 
     name = trial.id
     if choice.action == "stop here" and trial.phase not in ENDED_PHASES:
         events.append(TrialFinished(trial=name, reason=STOPPED_ON_RESUME, kind=FinishKind.STOPPED))
-    elif choice.action == "other checkpoint":  # a clone makes an earlier checkpoint the newest; later checkpoints stay
+    elif choice.action == "other checkpoint":  # the clone of an earlier checkpoint is the newest
         step = choice.checkpoint
         clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
         reason = make_reason("went-back", step=step)
@@ -646,7 +646,7 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
     try:
         with target.open(timeout=timedelta(seconds=30)) as store:
             saved = read_manifest(store, key).metadata.fingerprint.get("code", "")
-    except TuneError:  # the target cannot be read now
+    except TuneError:  # the target cannot be read now, so a change is unknown
         return ""
     change = f"the source of the trainable has changed since the checkpoint of step {key.step} ({saved} -> {digest})"
     return change if saved and saved != digest else ""

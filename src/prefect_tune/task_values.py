@@ -53,7 +53,7 @@ def _validate_metadata(value: Any) -> dict[str, object]:
 
 
 def _parse_reports(value: Any) -> tuple[StepReport, ...]:
-    """Return reports in the order of their steps; the steps of JSON parameters are text."""
+    """Return reports in the order of their steps; in JSON parameters, the steps are given as text."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
     numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
@@ -72,7 +72,7 @@ _Step: TypeAlias = Annotated[int, BeforeValidator(_validate_step)]
 _Path: TypeAlias = Annotated[
     Path, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)
 ]
-"""A path; pydantic itself accepts only `Path` and text."""
+"""A path; any `os.PathLike` is accepted, while pydantic itself accepts only `Path` and text."""
 _Seconds: TypeAlias = Annotated[Number, Field(gt=0)]
 
 
@@ -130,10 +130,10 @@ class SyncStateArguments(TrialArguments):
     reason: str
 
 
-# Warn if a name is new on a target and similar to an existing name: it may be misspelled.
+# Warn if a name is new on a target and similar to an existing name, since it may be misspelled.
 
 _MIN_SIMILARITY = 0.75
-"""The minimum similarity of two spellings of one name: the similarity of `slow` and `slwo`."""
+"""Two names that are at least as similar as `slow` and `slwo` may be spellings of one name."""
 _LIST_TIMEOUT = timedelta(seconds=5)
 _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 """The parts that differ within a series of names, such as `fold-a` and `fold-b` or `rate-0.1` and `rate-0.2`."""
@@ -173,11 +173,11 @@ class CommittedCheckpoint(Value):
     metrics: Mapping[str, Any]
     """The metrics of its step."""
     uri: str
-    """The location, without secrets. `pt.Checkpoint(uri)` reads it with credentials from the environment."""
+    """The location, without secrets. `pt.Checkpoint(uri)` reads the checkpoint, with the environment's credentials."""
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
-    """The uploaded bytes, without bytes that the target already had; None if an earlier call saved the checkpoint."""
+    """The number of uploaded bytes, without bytes that the target had; None if an earlier call saved the checkpoint."""
 
 
 class RestoredCheckpoint(Value):
@@ -213,13 +213,13 @@ class TrialState(Value):
     checkpoint: CommittedCheckpoint | None
     """The newest committed checkpoint, from which the trial continues; None before the first commit."""
     checkpoint_steps: tuple[int, ...]
-    """The steps of all its checkpoints, oldest first."""
+    """The steps of all live checkpoints of the trial, oldest first."""
     attempts: int
     """The number of attempts that have begun, in all flow runs."""
     recomputed_steps: int
-    """The number of steps known to be trained again."""
+    """The number of steps that were trained again, as far as the journal shows them."""
     recomputed_is_lower_bound: bool
-    """Whether more steps may be trained again: a run vanished, and its last reports are lost."""
+    """Whether more steps may have been trained again, because a run vanished and its last reports are lost."""
     config: Mapping[str, Any]
     """The trial's configuration; empty if none was passed."""
 
@@ -229,11 +229,11 @@ class ExperimentState(Value):
 
     experiment: str
     uri: str
-    """Its location, without secrets."""
+    """The location of the experiment, without secrets."""
     entry: int
     """The number of the entry."""
     owner: str
-    """The name of the run that owns the experiment, in the same form as in messages."""
+    """The run that owns the experiment, named as in messages; empty if the experiment has no owner."""
     trials: Mapping[str, TrialState] = Field(default_factory=dict)
     """The trials by name, in the order of their addition."""
 

@@ -49,15 +49,15 @@ def without_server() -> Iterator[None]:
     """
     settings = {getattr(prefect_settings, name): value for name, value in _PREFECT_SETTINGS.items()}
     with ExitStack() as changes:
-        changes.callback(refresh_global_settings_context)  # last, after the environment is restored
+        changes.callback(refresh_global_settings_context)  # runs last, after the environment is restored
         changes.enter_context(patch.dict(os.environ, _PREFECT_SETTINGS))
-        refresh_global_settings_context()  # for threads; the temporary settings are for this context
+        refresh_global_settings_context()  # for other threads; `temporary_settings` is for this context
         changes.enter_context(temporary_settings(settings))
         changes.enter_context(patch.object(PrefectHttpxSyncClient, "send", _refuse_request))
         changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async_request))
         changes.enter_context(patch("prefect.events.utilities.should_emit_events", return_value=False))
         changes.enter_context(patch.object(FlowWithServer, "__call__", _run_flow))
-        # Without a server there are no limits: an attempt with tags would wait for the server.
+        # Apply no concurrency limits, since an attempt with tags would wait for the server, which has the limits.
         changes.enter_context(patch.object(task_runs, "_holding_slots", lambda *_: nullcontext()))
         yield
 

@@ -52,7 +52,7 @@ def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
 
 
 def _iter_traversed_paths(path: Path) -> Iterator[Path]:
-    """Yield every folder and link from `/` to `path`: a user who can write to one of them can redirect `path`."""
+    """Yield every folder and link from `/` to `path`, since a user who can write to one of them can redirect `path`."""
     current, names = Path("/"), deque(path.absolute().parts[1:])
     yield current
     while names:
@@ -82,8 +82,8 @@ def _shared_folder_reason(root: Path, folder: str) -> str | None:
 def _shared_path_reason(path: Path, *, is_above: bool = False) -> str | None:
     """Return why other users can write to `path`; None if they cannot.
 
-    Above a target, accept links and sticky folders (`/tmp`): other users can add names to a sticky folder, but cannot
-    replace existing names.
+    Above the root of a target, accept links, and accept sticky folders such as `/tmp`, to which other users can add
+    names, but in which they cannot replace existing names.
     """
     status = path.lstat()
     if status.st_uid not in {0, os.geteuid()}:
@@ -118,7 +118,7 @@ def _is_private_group(user: int, group: int) -> bool:
 _CodeFinder: TypeAlias = "Callable[[Any], Iterator[CodeChoice]]"
 _BLOCK_REFERENCE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*/[^/\s]+")
 _TRIAL_FLOW_PREFIX = "train-trial/"
-"""A deployment of this flow runs `train_trial`. The Prefect server, not the target, defines what a deployment runs."""
+"""Deployments of this flow are accepted, since the Prefect server, and not the target, defines what they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
     syncer, location = value.get("syncer", "auto"), value.get("upload_dir")
     if syncer not in ("auto", None):
         yield CodeChoice("sync", f"syncer {syncer!r}", str(syncer))
-    # The user's Prefect server, not the target, stores the location of a saved block.
+    # A saved block is accepted, since the user's Prefect server, and not the target, stores the block's location.
     if not (location is None or (isinstance(location, str) and _BLOCK_REFERENCE.fullmatch(location))):
         yield CodeChoice("sync", f"upload_dir {location!r}")
 
@@ -198,7 +198,7 @@ def _find_in_deployment(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_warm_start(value: Any, known_sources: Collection[str] = ()) -> Iterator[CodeChoice]:
-    """Yield the sources on other targets; a name without a target is on the experiment's target."""
+    """Yield the sources on other targets; a name without a target means the experiment's own target."""
     if not isinstance(value, list | tuple):
         yield CodeChoice("warm_start", repr(value))
     yield from (
@@ -225,10 +225,10 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""By option: the function that finds code and locations in its value. All options are of `StoredKind.CHOICE`."""
+"""For each option, the function that finds code and locations in its value. All are of `StoredKind.CHOICE`."""
 
 
-# Refuse a resume by name if its journal names untrusted code, locations or job variables.
+# Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables.
 #
 # A user who can write to a target can write a journal there. So a journal is trusted only with one of these: the
 # target's `signing_key`, a local folder that only this user can write to, or trusted packages.
@@ -268,7 +268,7 @@ def require_trusted_code(
         UnsafePayload: a choice is not trusted. The message says what to pass.
     """
     key = target.signing_secret
-    # With a key, list all warm starts: the record of earlier warm starts is not signed, so others could change it.
+    # With a key, list all warm starts, since the record of earlier ones is not signed, and others could change it.
     sources = state.warm_starts if key is None else ()
     choices = [choice for choice in find_code_choices(state.settings, sources) if choice.parameter not in passed]
     if not choices:
@@ -321,7 +321,7 @@ def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | No
 
 def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[CodeChoice, str], reason: str) -> str:
     where = f"experiment {state.name!r} at {target.uri}"
-    lines = [f"{where}: its journal chooses code to run, and others may have written it: {reason}. Not started:"]
+    lines = [f"{where}: its journal chooses code, and others may have written this journal: {reason}. Not trusted:"]
     lines += [f"  {choice.parameter}: {choice.text}{f' ({note})' if note else ''}" for choice, note in notes.items()]
     parameters = list(dict.fromkeys(choice.parameter for choice in notes))
     if all(OPTIONS[name].at_resume for name in parameters):
@@ -331,7 +331,7 @@ def _format_refusal(target: StorageTarget, state: Experiment, notes: Mapping[Cod
             target_text = repr(target_reference(target))
         lines.append(f"If the journal is yours, pass: pt.resume({state.name!r}, target={target_text}, {arguments})")
     else:
-        lines.append("If the journal is yours, call pt.tune(...) as before, with the same experiment name: it resumes.")
+        lines.append("If the journal is yours, resume it by calling pt.tune(...) again with the same experiment name.")
     if target.signing_secret is None:
         packages = {choice.name.partition(":")[0].partition(".")[0] for choice in notes if choice.name}
         names = sorted(name for name in packages if is_module_name(name) and name not in sys.stdlib_module_names)

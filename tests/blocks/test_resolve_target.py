@@ -85,7 +85,7 @@ REFUSED = {
     "s3target/prod": "'s3target' is not a type of target block",
     "~nobody-at-all/runs": "this user has no home folder",
     "$HOME/runs": r"variables are not expanded; write os.path.expandvars\('\$HOME/runs'\), or './\$HOME/runs'",
-    "s3:/bucket/runs": "expected two slashes after s3:, as in s3://bucket/runs, in a string .*; or './s3:/bucket/runs'",
+    "s3:/bucket/runs": "expected two slashes after s3:, as in s3://bucket/runs; pass a .*; or './s3:/bucket/runs'",
     "/runs\0/first": "without NUL",
 }
 
@@ -147,7 +147,7 @@ def test_a_uri_says_where_it_is_and_not_by_whose_keys() -> None:
 
 def test_a_target_that_says_more_than_its_uri_has_to_be_saved_first() -> None:
     target = S3Target(bucket="bucket", access_key_id="id", secret_access_key="secret-of-mine")
-    with pytest.raises(InvalidInput, match=r"save the block with target.save\('name'\), and pass its slug") as caught:
+    with pytest.raises(InvalidInput, match=r"Save the block with target.save\('name'\), and pass its slug") as caught:
         target_reference(target)
     assert "secret-of-mine" not in str(caught.value)
 

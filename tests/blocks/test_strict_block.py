@@ -48,7 +48,7 @@ BAD_INPUT: dict[str, tuple[Callable[[], StrictBlock], str]] = {
         lambda: S3Target(bucket="bucket", access_key_id="id"),
         "require each other: set both, or neither",
     ),
-    "a token alone": (lambda: S3Target(bucket="bucket", session_token=SECRET), "session_token belongs to"),
+    "a token alone": (lambda: S3Target(bucket="bucket", session_token=SECRET), "session_token needs access_key_id"),
     "keys, and none": (
         lambda: S3Target(bucket="bucket", anonymous=True, **KEYS),
         "access_key_id and anonymous contradict",

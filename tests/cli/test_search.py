@@ -218,7 +218,7 @@ def test_what_is_in_quotes_is_a_text_though_it_looks_like_a_domain() -> None:
     ("arguments", "message"),
     [
         (["frist"], "there is no experiment 'frist' at {target}; did you mean 'first'?"),
-        (["first", "--num-samples", 3], "num_samples: experiment 'first' already has 10, and this run passes 3"),
+        (["first", "--num-samples", 3], "num_samples: experiment 'first' already has 10 samples, and this run passes"),
         (["first", "--at", 2], "at: a resume starts at the last entry; to start at another entry, pass fork="),
         (["first"], "the journal of experiment 'first' does not store 'trainable', 'sync'"),
     ],

@@ -97,7 +97,7 @@ def test_a_plain_export_has_only_the_files_of_the_checkpoint(run: Run, moods: Pa
         assert read_files(tmp_path / "out") == {"count": b"3"}
     pt.load_results(str(moods), "moods").export(tmp_path / "more", "00001", step=2, plain=True)
     assert read_files(tmp_path / "more") == {"count": b"2"}
-    with pytest.raises(pt.CheckpointNotFound, match="there is no checkpoint of step 7; there are: 2, 3"):
+    with pytest.raises(pt.CheckpointNotFound, match="there is no checkpoint of step 7; steps with one: 2, 3"):
         pt.load_results(str(moods), "moods").export(tmp_path / "none", "00001", step=7)
 
 

@@ -81,7 +81,7 @@ def test_a_saved_way_to_sync_is_stored_as_a_reference() -> None:
     [
         (
             {"bucket": "b", "access_key_id": "id", "secret_access_key": SECRET},
-            "found a block's fields: its credentials",
+            "found a block's fields, whose credentials",
         ),
         (pt.S3Target(bucket="bucket", access_key_id="id", secret_access_key=SECRET), "and pass its slug"),
         (f"sftp://me:{SECRET}@host/runs", "no credentials in a URI"),

@@ -87,7 +87,7 @@ def test_the_first_difference_is_named_and_up_to_where_the_runs_are_equal() -> N
     assert str(report.differences[0]).startswith("step 3: `optimizer.pt`, `state.3.exp_avg`, 1 of 4,096 values, ")
     assert equal == "  equal up to step 2; 4 metric values and 3 checkpoint files of 4 steps compared"
     assert second == "  step 4: metric `loss`: 2, expected 1"
-    assert "the drill sees no state that was not restored" in hint
+    assert "the drill found no state that a resume lost" in hint
 
 
 def test_a_metric_that_differs_by_itself_does_not_matter() -> None:

@@ -160,8 +160,8 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[name-defined]  #
         ({"shuffle": 1}, "expected True or False"),
         ({"drop_last": "no"}, "expected True or False"),
         ({"in_order": False}, "in_order=False"),
-        ({"dataset": Stream()}, "a dataset with a length and examples by number, found Stream"),
-        ({"dataset": iter([1])}, "a dataset with a length"),
+        ({"dataset": Stream()}, "a map-style dataset, with a length and examples by index, found Stream"),
+        ({"dataset": iter([1])}, "a map-style dataset, with a length"),
     ],
 )
 def test_a_loader_refuses_what_would_leave_the_order_to_another(options: Mapping[str, Any], message: str) -> None:

@@ -300,7 +300,7 @@ def test_the_best_is_the_trial_that_made_the_report_and_not_its_clone(caplog: py
     search.apply(worse)
     tracker.apply_event(worse, search.state)
     best = collect_progress_facts(tracker.read_state(3.0))["best"]
-    assert best == "trial 00001, loss 0.5 at step 2, of the checkpoint that it continues from"
+    assert best == "trial 00001, loss 0.5 at step 2, inherited from a cloned checkpoint"
 
 
 def test_a_running_trial_counts_with_its_newest_report_until_its_attempt_is_lost(

@@ -90,7 +90,7 @@ def test_a_script_brings_its_own_server_which_records_every_trial_and_ends_with_
     assert len((tmp_path / "imports").read_text().split()) == 1  # by the pool that started while the server did
     trainings = read_rows(database, COMPLETED_TRAININGS)
     assert sorted(trainings) == [(f"train 0000{trial} · attempt 1",) for trial in range(3)]
-    assert f"Starting a Prefect server for this process at {output['url']}: this takes some seconds" in process.stderr
+    assert f"Starting a Prefect server for this process at {output['url']}. This takes some seconds" in process.stderr
     assert "telemetry" not in process.stderr
     assert read_rows(database, TELEMETRY_SESSIONS) == read_rows(database, HEARTBEATS) == []
     port = int(output["url"].rpartition(":")[2].partition("/")[0])

@@ -163,7 +163,7 @@ def make_live_status(period_seconds: float) -> LiveStatus:
     ("period", "expected"),
     [
         (30, "01:32:20 UTC, 58 s ago"),
-        (5, "01:32:20 UTC, 58 s ago; updates every 5 s are missing: its process has probably ended"),
+        (5, "01:32:20 UTC, 58 s ago; updates every 5 s are missing; the process has probably ended"),
         (None, "01:32:20 UTC, 58 s ago: the last journal entry; running trials may have progressed further"),
     ],
 )

@@ -3,9 +3,9 @@
     restore ──► AttemptStarted ──► process ══ reports, checkpoints ══► outcome ──► journal
                                       └─ supervisor (this thread)  └─ commit worker (another thread)
 
-The request carries the trial's state; the attempt journals every change of that state (`search_channel`). Never: a
-process that trains before `AttemptStarted` is durable; an end that is journaled before an earlier save; a trial that
-starts from scratch because all its checkpoints are unusable.
+The request carries the trial's state; the attempt journals every change of that state (`search_channel`). No process
+trains before `AttemptStarted` is durable, no end is journaled before an earlier save, and no trial starts from scratch
+because all its checkpoints are unusable.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from prefect_tune.terminal.formatting import append_last_output
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The outcome of an attempt, and the trial after its last event."""
+    """The outcome of an attempt, and the state of the trial after the attempt's last event."""
 
     outcome: Outcome
     trial: Trial
@@ -127,13 +127,13 @@ class Attempt:
                     with self._open_rank_group(start, nodes) as group:
                         self.meter.last_output = group.last_output
                         outcome = supervise(group, commit_worker, spec, channel, self.meter)
-                        if isinstance(outcome, TrialFinished):  # the process exits while its end is journaled
+                        if isinstance(outcome, TrialFinished):  # end the process while the trial's end is journaled
                             commit_worker.queue_end(outcome)
                             group.end_all_ranks()
                         else:
                             group.end_all_ranks()
                             commit_worker.queue_end(outcome)
-                        # Do this before the channel closes: a running save still sends its acknowledgment.
+                        # Do this before the channel closes, because a running save still sends its acknowledgment.
                         commit_worker.close()
                 except NodesMissingError as error:
                     cause = Cause.PREEMPTED if error.is_stop_requested else Cause.MACHINE
@@ -164,7 +164,7 @@ class Attempt:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        """Open the process of one rank. The log lines of each rank but rank 0 name the rank."""
+        """Open the process of one rank. The log lines of ranks other than 0 contain the number of their rank."""
         if self.spec.isolation == "thread":
             return open_trial_thread(start, self.log)
         log = make_rank_log(self.log, start.rank.rank) if start.rank.rank else self.log
@@ -180,7 +180,7 @@ class Attempt:
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest valid checkpoint. Quarantine newer invalid checkpoints in the journal, and log them."""
+        """Restore the newest valid checkpoint; return its folder, or None. Quarantine newer invalid checkpoints."""
         spec, name = self.spec, self._trial_name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
@@ -189,7 +189,7 @@ class Attempt:
                 return self.tasks.restore_checkpoint(key, destination)
             except (CheckpointCorrupt, CheckpointNotFound) as error:
                 reason = f"{type(error).__name__}: {error}"
-                # Raises Superseded if another process owns the trial: that process may have retired the checkpoint.
+                # If another process owns the trial and so may have retired the checkpoint, this raises Superseded.
                 journal.write([CheckpointQuarantined(trial=name, sequence=newest.sequence, reason=reason)])
                 self.log.error("quarantined step %d: cannot be restored: %s", key.step, error)  # noqa: TRY400 - no trace: it is handled
         if lost := journal.trial.lost_checkpoint_count:
@@ -235,7 +235,7 @@ class Attempt:
         """Warn if all trained steps are lost because the trial has no checkpoint."""
         if trial.attempt and trial.step and trial.phase is not Phase.RUNNING and newest_checkpoint(trial) is None:
             self.log.warning(
-                "no checkpoint was committed: its %s trained again; save%s",
+                "without a committed checkpoint, %s trained again; save%s",
                 pluralize(trial.step, "step is", "steps are"),
                 ", or use ASHA(variant='stopping')" if trial.cause is None else " checkpoints regularly",
             )
@@ -282,7 +282,7 @@ class ReportReader:
 
 
 def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial stays finished: it meets the stop criterion, or ended for another reason."""
+    """Return whether a finished trial stays finished, because it meets `stopper` or ended for another reason."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
@@ -292,7 +292,7 @@ def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool
 # The state of an attempt's task run, and the log of its failure.
 
 NODE_0_SILENT = "FirstNodeSilent"
-"""The name of the final state of a node's flow run if the node lost contact with node 0."""
+"""The name of a flow run's final state if the run's node lost contact with node 0."""
 
 
 def make_task_state(outcome: Outcome) -> State[Any]:
@@ -319,14 +319,14 @@ def make_task_state(outcome: Outcome) -> State[Any]:
 
 
 def make_node_state(reason: Reason) -> State[Any]:
-    """Return the final state of a flow run of a node other than node 0; `reason`: why the node's part ended."""
+    """Return the final state of the flow run of a node other than node 0; `reason` says why its training ended."""
     return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
 def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
-    """Log a failure with its traceback and the last output; other places show only its first line.
+    """Log a failure with its traceback and the last output; other places show only the failure's first line.
 
-    If this process has logged the same error for another trial in the same term of this experiment, log one line.
+    If this process has logged the same error for another trial in the same term of this experiment, log only one line.
     """
     text = append_last_output(failure.reason, failure.usage.output if failure.usage else "")
     if failure.cause is Cause.PREEMPTED or "\n" not in text:

@@ -1,12 +1,12 @@
-"""The commit worker of an attempt: a thread that saves its checkpoints and writes its journal entries, in order.
+"""The commit worker of an attempt: a thread that saves the attempt's checkpoints and journals its events, in order.
 
-`attempt/search_channel.py` writes the entries. Queued reports are written every `sync_period_seconds`, and immediately
-if a report needs a decision. The training loop never waits for a journal entry, only for decisions and saves
-(`runtime/session.py`).
+It writes entries with `attempt/search_channel.py`. Queued reports are written every `sync_period_seconds`, and
+immediately if a report needs a decision. The training loop never waits for a journal entry, only for decisions and
+saves (`runtime/session.py`).
 
-If the last step has a checkpoint, the trial finishes with the entry after its commit. During the save, another
-checkpoint may be quarantined for damage that the new one shares; after the commit, it is certain that none was. Never:
-two files of one checkpoint with the same name and different bytes; an end that is journaled before an earlier save.
+If the last step has a checkpoint, the trial finishes with the entry after the commit, not with the commit itself,
+because another checkpoint may be quarantined during the save for damage that the new checkpoint shares. No end is
+journaled before an earlier save, and ranks cannot save different files of the same name.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def make_commit_events(
     """Return the events that commit `save`, and the retired checkpoints to delete after the events are journaled.
 
     If the save has found damaged blobs, the events also quarantine the earlier checkpoints that use these blobs. To
-    find such checkpoints, the function reads the manifests of the trial's other checkpoints. If a read fails, it only
-    logs a warning: the new checkpoint is complete. `retention` determines what is retired.
+    find such checkpoints, the function reads the manifests of the trial's other checkpoints. A failed read is only
+    logged as a warning, because the new checkpoint is complete. `retention` determines what is retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
     retired = find_checkpoints_to_retire(trial, new, retention)
@@ -139,7 +139,7 @@ def log_damage(save: SaveResult, quarantined: Sequence[CheckpointQuarantined], l
 
 
 def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
-    """Log a commit with its first metrics and size. The `suppressed_count` commits before it were not logged."""
+    """Log a commit with its first metrics, its size, and the number of earlier commits that were not logged."""
     size_bytes, metrics = save.manifest.size_bytes, save.manifest.metadata.metrics
     new = "" if save.sent_bytes >= size_bytes else f", {format_size(save.sent_bytes)} of it new"
     named = "".join(f", {name} {format_value(value)}" for name, value in list(flatten(metrics).items())[:_MAX_METRICS])
@@ -148,7 +148,7 @@ def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
 
 
 def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
-    """Return the retired checkpoints that earlier attempts did not delete; on an error, warn and return none."""
+    """Return the retired checkpoints that earlier attempts did not delete; on an error, warn and return `()`."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
             return find_leftover_manifests(store, key, trial)
@@ -158,7 +158,7 @@ def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial
 
 
 def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
-    """Call `delete`. Log its error as a warning: the next attempt finds the retired checkpoints in the journal.
+    """Call `delete`, and log its error only as a warning, because the next attempt deletes these checkpoints.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
@@ -171,7 +171,7 @@ def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
         log.warning("retired checkpoints remain on the target until the next attempt: %s", error)
 
 
-# The files of a checkpoint of several ranks.
+# A checkpoint to which several ranks add files.
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class GroupSave:
     """A checkpoint with all its parts."""
 
     done: StepDone
-    """The report of rank 0, with its directory."""
+    """The report of rank 0, with the directory of the files of rank 0."""
     parts: Mapping[int, Path]
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
@@ -233,7 +233,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
                             "it on one rank only, or put pt.get_trial().rank into the name"
                         )
                     owners.setdefault(path, rank)
-                folders[:] = [name for name in folders if Path(parent, name).exists()]  # omit moved links to folders
+                folders[:] = [name for name in folders if Path(parent, name).exists()]  # do not enter moved links
             remove_directory(part)
 
 
@@ -252,10 +252,10 @@ def _move_path(source: Path, target: Path) -> bool:
 # The worker.
 
 _LOG_INTERVAL = timedelta(seconds=10)
-# Errors in a trial's checkpoint directory, caused by the trainable.
+# Errors that the trainable causes with the files in its checkpoint directory.
 TRAINABLE_ERRORS = (InvalidInput, StagedFilesChanged)
 RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[ExpectedParts]]
-"""Requests the parts of a checkpoint of this trial from other nodes; deletes them at the end of its `with` block."""
+"""Requests the parts of a checkpoint from these nodes; the end of the `with` block deletes the parts on the target."""
 
 
 class AttemptTasks(Protocol):
@@ -291,7 +291,7 @@ class CommitWorker:
 
     The attempt's thread queues reports and saves; a worker thread processes them in order. The worker thread runs in
     the context of the task that created the worker, so that Prefect shows the saves under that task. The end of a
-    `with` block waits for the queued work, even without `close`: the directories to save must exist until then.
+    `with` block waits for the queued work, even without `close`, so the directories to save must exist until then.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class CommitWorker:
         self._work.put(lambda: self._process_save(save, on_committed, on_failed))
 
     def queue_flush(self) -> None:
-        """Queue a journal entry with the reports so far: the search reads them from the journal, and decides."""
+        """Queue a journal entry with the reports so far, so that the search can read them and decide."""
         self._work.put(self._sync_reports)
 
     def queue_end(self, outcome: Outcome) -> None:
@@ -356,7 +356,7 @@ class CommitWorker:
     def close(self) -> None:
         """Sync the artifacts a last time and wait for the worker thread. The trial must not write artifacts any more.
 
-        Invalid checkpoint content raises no error here: it is a failure of the trial, and journaled as the trial's end.
+        Invalid checkpoint content raises no error here, because it is journaled as a failure of the trial.
 
         Raises:
             TuneError: the target failed, or another process owns the journal; the end may be journaled anyway.
@@ -425,7 +425,7 @@ class CommitWorker:
             remove_directory(directory if done.is_owned_by_supervisor else None)
             return
         on_committed(done.report.step)
-        # Log the first commit, then at most one commit in 10 s: a trainable with short steps may save at every step.
+        # Log the first commit, then at most one in 10 s, because a trainable with short steps may save at every step.
         now = time.monotonic()
         if self._last_log_at is not None and now - self._last_log_at < _LOG_INTERVAL.total_seconds():
             self._suppressed_log_count += 1
@@ -464,11 +464,11 @@ class CommitWorker:
                         self._write_entry([finished], up_to=0)
                     return saved, [*overtaken, *retired]
                 journaled_sequences = (saved.manifest.sequence,)
-            warning = "other checkpoints of the trial changed while step %d was saved: saving it again"
+            warning = "other checkpoints of the trial changed while step %d was saved, so it is saved again"
             self.log.warning(warning, saved.manifest.step)
             # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
             self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # this save retired nothing
+            overtaken.append(saved.manifest.key)  # without `retired`, because this save retired nothing
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
@@ -526,14 +526,14 @@ class TrialArtifacts:
         """
         if attempt == 1:
             if isinstance(self._syncer, TargetSyncer) and self._config.upload_dir is not None:
-                # An experiment of the same name on another target may have left files there.
+                # Delete files that an experiment of the same name on another target may have left there.
                 self._call_syncer(lambda syncer: syncer.delete(self._remote_folder))
         elif not self._call_syncer(self._download):
             self._remote_folder = self._make_remote_path(f"{self._folder}-{attempt}")
             self._log.warning("the artifacts of this attempt are uploaded to %s instead", self._remote_folder)
 
     def on_commit(self) -> None:
-        """Start a sync in the background."""
+        """Start a sync in the background, if artifacts are synced at each checkpoint."""
         if self._config.sync_on_checkpoint:
             self._call_syncer(self._start_upload)
 
@@ -559,7 +559,7 @@ class TrialArtifacts:
             syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
     def _start_upload(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
-        """Start a sync. Do not start the default syncer before a file exists: most trials have no artifacts."""
+        """Start a sync; with the default syncer only once a file exists, because most trials have no artifacts."""
         if isinstance(syncer, TargetSyncer) and not self._had_files:
             self._had_files = any(Path(self._directory).iterdir())
             if not self._had_files:

@@ -1,8 +1,8 @@
 """Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit.
 
 Trials then have `grace_period_seconds` to save (defaults: `parameters/search_plan.py`, the flows, `tasks/trials.py` and
-`trial_spec.py`). After that time, `attempt/supervisor.py` kills them. `tuner/stop_requests.py` handles stop requests of
-other processes.
+`trial_spec.py`). After that time, `attempt/supervisor.py` kills the trials' processes. `tuner/stop_requests.py` handles
+stop requests from other processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prefect_tune.storage_retries import stopping_retries_on
 from prefect_tune.terminal.live_display import end_display
 
 _T = TypeVar("_T")
-# For the trial's last journal entry, which is written after the trial's end or after the grace period.
+# Additional time for the trial's last journal entry, which is written after the trial or the grace period has ended.
 _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 _WAIT_SLICE_SECONDS = 0.1
 _ABANDON_TIMEOUT_SECONDS = 1.0
@@ -98,8 +98,8 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 def flush_log() -> None:
     """Send the queued log lines to the Prefect server; take 5 s at most.
 
-    Prefect sends them every 2 s and at the interpreter's exit. After SIGTERM there is no such exit: Prefect raises the
-    signal again with the default handler. A cancelled run is killed after 30 s.
+    Prefect sends them every 2 s and at the interpreter's exit. After SIGTERM there is no such exit, because Prefect
+    raises the signal again with the default handler. And a cancelled run is killed after 30 s.
     """
     APILogHandler().flush()
 
@@ -107,7 +107,7 @@ def flush_log() -> None:
 def _wait_until_done(done: Future[_T], seconds: float = math.inf) -> bool:
     """Wait up to `seconds` for `done`; return whether it is done. Raise signals that are held for this thread.
 
-    Wait in slices of 0.1 s: if a signal arrives just before a wait, Python handles the signal only after that wait.
+    Wait in slices of 0.1 s, because Python handles a signal that arrives just before a wait only after that wait.
     """
     until = time.monotonic() + seconds
     while not done.done() and (remaining := until - time.monotonic()) > 0:
@@ -134,7 +134,7 @@ def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
 
 
 def _abandon_work(done: Future[_T]) -> None:
-    """Remove the live table, and wait up to 1 s until the ends of the killed trials are journaled."""
+    """Remove the live table, and give the killed trials' supervisors 1 s to journal the ends of the attempts."""
     # This hook runs before Python waits for the threads of executors. Prefect uses the same private function.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook runs as early
     at_exit(partial(_exit_unless_done, done, frozenset(threading.enumerate())))
@@ -146,7 +146,7 @@ def _abandon_work(done: Future[_T]) -> None:
 def _exit_unless_done(done: Future[_T], known_threads: frozenset[threading.Thread]) -> None:
     """End the process with SIGINT, at the interpreter's exit, if `done` is not done within 1 s.
 
-    First join the threads that are not in `known_threads`: a script that caught the interrupt has started them.
+    First join the threads that are not in `known_threads`, because a script that caught the interrupt started them.
     """
     logging.raiseExceptions = False  # otherwise each late log call prints that Prefect can no longer send the line
     if not _wait_until_done(done, _ABANDON_TIMEOUT_SECONDS):

@@ -1,4 +1,4 @@
-"""An attempt on several nodes, each a flow run or task. All use one target, and connect to node 0 over TCP.
+"""An attempt on several nodes, each a flow run or task. All nodes use one target, and connect to node 0 over TCP.
 
     node 0                                              another node
     supervisor ◄─ channel of rank 2 ◄─┐                 ┌─► process of rank 2
@@ -11,8 +11,8 @@ Node 0 waits for the other nodes and uses their ranks like local ranks, through 
 outbox, decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
 `NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
-Never: `recv`, which unpickles; a rank of an earlier attempt, or a second process of one node; an unlimited wait for a
-node; a part that node 0 has not requested.
+`recv` is never called, because it unpickles. Node 0 accepts no rank of an earlier attempt, no second process of a node,
+and no part that it has not requested. No wait for a node is unlimited.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ HEARTBEAT_INTERVAL = timedelta(seconds=5)
 NODE_TIMEOUT = timedelta(seconds=40)
 _CLOSE_TIMEOUT = timedelta(seconds=20)
 _ARRIVAL_TIMEOUT = timedelta(minutes=10)
-"""How long the flow runs or tasks of the other nodes may take to start: images are pulled, machines boot."""
+"""How long the flow runs or tasks of other nodes may take to start, including image pulls and machine boots."""
 _MIN_NODES_DELAY = timedelta(minutes=2)
 """The time after which `min_nodes` nodes are enough to start an attempt."""
 _NODE_0_TIMEOUT = timedelta(minutes=15)
@@ -110,7 +110,7 @@ def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
 
 
 def _make_connection(sock: socket.socket) -> Connection:
-    """Turn a socket into a connection. Reads time out after 10 s: the other side may hang, or may not be a node."""
+    """Turn a socket into a connection. Reads time out after 10 s, since the other side may hang, or be no node."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
     return Connection(sock.detach())
 
@@ -157,7 +157,7 @@ class NodeConnection:
                 if message is None:
                     break
                 self._connection.send_bytes(message.model_dump_json().encode())
-            # Let the other side close. If this side closed, a message that arrives later would discard the sent data.
+            # Let the other side close. If this side closed first, a late message could make the other side lose data.
             with self._duplicate_socket() as sock:
                 sock.shutdown(socket.SHUT_WR)
 
@@ -207,7 +207,7 @@ class OtherNodes:
         self._lost_reasons: dict[int, Reason] = {}
         self._ranks: dict[int, _RemoteRankChannel] = {}
         self.request_stop: Callable[[], None] = lambda: None
-        """Called when the infrastructure stops a node."""
+        """Requests a stop of the attempt; called when the infrastructure stops a node."""
         self.placement = Placement(processes=compute_process_count(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
@@ -215,7 +215,7 @@ class OtherNodes:
         host = find_local_address()
         try:
             self._listener = socket.create_server((host, 0))
-        except OSError:  # for example, `host` is the name of a Kubernetes service
+        except OSError:  # `host` cannot be bound, for example the name of a Kubernetes service
             self._listener = socket.create_server(("", 0))
         request = hash_bytes(self._secret.encode())
         self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=request)
@@ -256,7 +256,7 @@ class OtherNodes:
             present = sorted(self._connections.keys() - self._lost_reasons.keys())
         address, port = find_local_address(), find_free_port()
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
-        # Make the channels before the nodes start: messages of a rank without a channel are dropped.
+        # Make the channels before the nodes start, because messages of a rank without a channel are dropped.
         for index, node in enumerate(present, 1):
             for rank in range(index * self.placement.processes, (index + 1) * self.placement.processes):
                 self._ranks[rank] = _RemoteRankChannel(self._connections[node], node, rank)
@@ -361,7 +361,7 @@ class OtherNodes:
             case RankExited(rank=rank, end=end) if rank in self._ranks:
                 self._ranks[rank].close(end)
             case NodeStopping():
-                self._log.warning("node %d received a stop request: the trial saves and ends", node)
+                self._log.warning("node %d received a stop request, so the trial saves and ends", node)
                 self.request_stop()
             case _:
                 pass
@@ -374,7 +374,7 @@ class OtherNodes:
 
 
 class _RemoteRankChannel(TrialChannel):
-    """The channel to a rank on another node; its messages arrive on the connection of that node."""
+    """The channel to a rank on another node; the rank's messages arrive on the connection of that node."""
 
     def __init__(self, connection: NodeConnection, node: int, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -391,7 +391,7 @@ class _RemoteRankChannel(TrialChannel):
         return self._end is None
 
     def end(self) -> ProcessEnd:
-        """Return how the rank ended. The rank's node ends its process when the attempt is over."""
+        """Return how the rank ended. The other node ends the rank's process when the attempt is over."""
         return self._end or ProcessEnd(reason=make_reason("rank-elsewhere", node=self.node))
 
     def forward_message(self, message: bytes) -> None:
@@ -400,11 +400,11 @@ class _RemoteRankChannel(TrialChannel):
             self._far_end.send_bytes(message)
 
     def on_node_lost(self, reason: Reason) -> None:
-        """Close the channel: the node is gone with its ranks."""
+        """Close the channel because the node, and so this rank, is gone."""
         self.close(ProcessEnd(reason=make_reason("node-lost", node=self.node, error=reason)))
 
     def close(self, end: ProcessEnd) -> None:
-        """Close the channel: the rank is gone."""
+        """Close the channel because the rank is gone; `end` says how the rank ended."""
         self._end = self._end or end
         with suppress(OSError), socket.socket(fileno=os.dup(self._far_end.fileno())) as sock:
             sock.shutdown(socket.SHUT_RDWR)
@@ -428,7 +428,7 @@ def find_local_address() -> str:
 def train_node(
     spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel, tasks: AttemptTasks, log: Log
 ) -> Reason:
-    """Train the ranks of a node until the attempt is over; return why the node's part in the attempt ended."""
+    """Train the ranks of a node other than node 0 until the attempt is over; return why this training ended."""
     channel.start_polling()
     connected = _connect_to_node_0(spec, request, channel.run_stop)
     if isinstance(connected, Reason):
@@ -502,7 +502,7 @@ class _WorkerNode:
         self._first_rank = 0
         self._term = 0
         self._part_directories: dict[int, dict[int, Path]] = {}
-        """The directories of each step, by rank."""
+        """By step and rank: the directory with the rank's files of the step."""
         self._merged_directories: dict[int, Path] = {}
         self._part_lock = threading.Lock()
 
@@ -583,7 +583,7 @@ class _WorkerNode:
                     case ToRank(rank=rank, message=to_trial) if 0 <= rank - self._first_rank < group.world_size:
                         group.send_to_rank(rank - self._first_rank, to_trial)
                     case SendPart() as wanted:
-                        # A daemon thread: a target that does not respond must not delay the end of this node.
+                        # In a daemon thread, because a target that does not respond must not delay this node's end.
                         threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True).start()
                     case GroupEnded():
                         self._end_reason = make_reason("attempt-over")
@@ -600,7 +600,7 @@ class _WorkerNode:
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
-        """Upload this node's files of a step. Node 0 expects no part from a node without files."""
+        """Upload this node's files of a step. Without files, do nothing, because node 0 then expects no part."""
         step, sender = wanted.key.step, (self._key, self._node, self._term)
         with self._part_lock:
             if step not in self._part_directories and step not in self._merged_directories:
@@ -621,7 +621,7 @@ class _WorkerNode:
                 try:
                     with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
                 except TuneError as second_error:  # node 0 waits until its deadline
-                    self._log.warning("node 0 could not be told that step %d lacks the part: %s", step, second_error)
+                    self._log.warning("could not tell node 0 that step %d lacks this part: %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))
 

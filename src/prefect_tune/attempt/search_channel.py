@@ -1,4 +1,4 @@
-"""The connection of an attempt to its search: the attempt sends events and requests, and receives decisions.
+"""The connection of an attempt to its search, by which the attempt sends events and requests, and gets decisions.
 
     search, same process    SubmittingJournal ──► the driver's next entry; `write` waits until it is written
     search, other process   OutboxJournal     ──► numbered posts on the target, which the owner journals later
@@ -49,7 +49,7 @@ class TrialJournal(ABC):
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
-        """The trial after its last durable events."""
+        """The state of the trial after its last durable events."""
 
     @abstractmethod
     def add_report(self, event: StepReported) -> None:
@@ -109,7 +109,7 @@ class SubmittingJournal(TrialJournal):
         return [report for report, written in self._reports.copy() if report.step <= step and not _is_durable(written)]
 
     def flush(self) -> None:
-        """Do nothing: `add_report` has already submitted each report."""
+        """Do nothing, because `add_report` has already submitted each report."""
 
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         del up_to  # all reports are already submitted
@@ -123,7 +123,7 @@ def _is_durable(written: Future[Experiment]) -> bool:
 
 
 class _BufferedJournal(TrialJournal):
-    """Queues reports until the next events or `flush`. If the outcome of a write is unknown, repeats the same write."""
+    """Queues reports until the next events or `flush`. After a write of unknown outcome, the next call repeats it."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
@@ -141,7 +141,7 @@ class _BufferedJournal(TrialJournal):
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         self._write_pending_entry()
         reports = [event for event in self._queued_reports if up_to is None or event.report.step <= up_to]
-        del self._queued_reports[: len(reports)]  # the attempt's thread only appends
+        del self._queued_reports[: len(reports)]  # still the same reports: the attempt's thread only appends
         if all_events := (*reports, *events):
             self._pending_entry = all_events, new_write_stamp()
             self._write_pending_entry()
@@ -155,7 +155,7 @@ class _BufferedJournal(TrialJournal):
             events = self._pending_entry[0]
             try:
                 self.trial = self._write_events(*self._pending_entry)
-            except SaveOvertaken:  # nothing was written: queue the reports again
+            except SaveOvertaken:  # nothing was written, so queue the reports again
                 self._queued_reports[:0] = [event for event in events if isinstance(event, StepReported)]
                 self._pending_entry = None
                 raise
@@ -178,7 +178,7 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the newest still exists: a search deletes posts once read."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the newest exists, so no search reads and deletes the posts."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""
@@ -188,7 +188,7 @@ class OutboxJournal(_BufferedJournal):
         return min(sync_period, live)
 
     def check_closed(self, store: ObjectStore) -> bool:
-        """Return whether an owner has ended this attempt, and will reject its next post. Send one request."""
+        """Return whether an owner has ended this attempt, and so rejects its next post. Sends one request."""
         post = read_post(store, self._key, self._outbox, self._post_count + 1)
         return post is not None and bool(post.closed_by)
 
@@ -201,7 +201,7 @@ class OutboxJournal(_BufferedJournal):
         self._post_count += 1
         earlier = self._post_count - _MAX_UNREAD_POSTS
         if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
-            # Ignore errors: the new post is already durable.
+            # Ignore errors, because the new post is already durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
                 self._has_unread_posts = store.size(self._key.post_path(self._outbox, earlier)) is not None
         return trial
@@ -237,14 +237,14 @@ class SearchChannel(ABC):
 
     def __init__(self) -> None:
         self.run_stop = threading.Event()
-        """Set this event when the whole run stops: the trial saves and ends within its grace period."""
+        """Set when the whole run stops; the trial then saves and ends within its grace period."""
         self._guard = threading.Lock()
         self._early_answers: list[Answer] = []
         self._on_answer: Callable[[Answer], None] | None = None
 
     @property
     def supervisor(self) -> Owner | None:
-        """This process, if it is not the process of the search; None otherwise."""
+        """This process, to be named in the journal; None if the search runs in this process, too."""
         return None
 
     @abstractmethod
@@ -259,7 +259,7 @@ class SearchChannel(ABC):
 
     @abstractmethod
     def expect_decision(self, report: StepReport) -> None:
-        """Expect a decision about this report; never blocks. Within one process, this call also requests it."""
+        """Expect a decision about this report; never blocks. In the search's process, also request the decision."""
 
     def start_polling(self) -> None:  # noqa: B027 - within one process, the driver sets `run_stop`
         """Start to poll for stop requests, before the attempt trains."""
@@ -280,11 +280,11 @@ class SearchChannel(ABC):
                 self._on_answer(answer)
 
     def close(self) -> None:  # noqa: B027 - within one process, no resources to release
-        """Release the resources: the attempt is over."""
+        """Release the resources of the channel when the attempt is over."""
 
 
 class InProcessChannel(SearchChannel):
-    """Connects an attempt to a search in the same process: calls `receive` with each message, in the same thread."""
+    """Connects an attempt to a search in the same process; passes messages to `receive`, in the caller's thread."""
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()

@@ -4,29 +4,29 @@ A single process is rank 0. Of several processes, rank 0 reports and decides; th
 
     rank 0: StepDone(s, its directory) ─┐
     rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
-    rank 2: CheckpointPart, no files   ─┘    deadline, or a rank has ended ──► this save fails on all ranks
+    rank 2: CheckpointPart, no files   ─┘    deadline ──► this save fails; a rank has ended ──► the attempt ends
     rank 0: RankCommand(s) ──► all other ranks: save now, or go on (step s is closed: it gets no new checkpoint)
 
 Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
 metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
 
 If the trial's own process starts ranks with a launcher, such as `torchrun`, it is their parent process: either rank 0
-itself, or not a rank. In the latter case, its messages have the pseudo-rank `PARENT_RANK`.
+itself, or not a rank. A parent process that is not a rank sends its messages as the pseudo-rank `PARENT_RANK`.
 
-The first of these reasons ends the attempt (`_check_outcome`); on the right, its `Cause`:
+The attempt ends for the first of these reasons (`_check_outcome`). The right column is the `Cause` of its end:
 
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
     2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
-    3  rank 0 has finished, but another rank waits in a further step             TRAINABLE
-    4  rank 0 or the parent has ended; the other ranks have 20 s to end          as rank 0 or the parent ended
-       or a rank has failed; the root cause has 1 s to arrive                    of the root cause; others are killed
+    3  rank 0 has finished, but another rank waits in a later step               TRAINABLE
+    4  rank 0 or the parent has ended; the other ranks have 20 s to end          (the outcome of rank 0 or the parent)
+       or a rank has failed; the root cause has 1 s to arrive                    that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
     6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
-    8  silence for `spec.silence_timeout`, except in saves and decisions         MACHINE
+    8  silence for `spec.silence_timeout` while no save or decision is pending   MACHINE
 
-`StopTrial` ends this attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends it because
-the whole run ends. A user's stop request leads to one of these messages. Never: a commit without the part of a rank.
+`StopTrial` ends this attempt without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends the attempt
+because the whole run stops. A user's stop request leads to one of these messages. A commit has the parts of all ranks.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ from prefect_tune.stores.deadline import Deadline
 
 _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
-"""How long to wait, per node, for the root cause: ranks often report a broken collective before a crash is seen."""
+"""The wait per node for the root cause, because errors of collectives often arrive before the crash behind them."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""The likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`. A crash makes other ranks raise,
-and their errors may arrive before the crash. But when a rank of a launcher fails, the launcher kills the other ranks.
-So among these ranks, the cause is the first failure, or the crash of a rank that the launcher cannot have killed."""
+"""The kinds of failure, the likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`. A crash
+makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks after one
+has failed, so among its ranks, the first failure counts, or the crash of a rank that it cannot have killed."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
-"""How long the other ranks may run after rank 0 has ended."""
+"""How long the other ranks may run after rank 0 has ended, and rank 0 after the parent process has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
 """After rank 0 has added its part of a checkpoint, the other ranks have this time to add their parts."""
 _JOIN_TIMEOUT = timedelta(minutes=10)
-"""After the first rank of a launcher has joined, the other ranks have this time: setup times differ."""
+"""After the first rank of a launcher has joined, the other ranks have this time to join, since setup times differ."""
 _MAX_FAILED_SAVES = 2
-"""After this many consecutive failed saves, the attempt ends: a rank probably hangs."""
+"""After this many consecutive failed saves, the attempt ends, since a rank probably hangs."""
 _RETURNED_REASON = make_reason("returned")
 _REPORTS_TWICE = "both the trial's own process and the ranks that it started reported a step: report in the ranks only"
 
@@ -95,7 +95,7 @@ def supervise(
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    The event `channel.run_stop` starts the grace period, which ends at once if the context's work is abandoned.
+    The event `channel.run_stop` starts the grace period. A second interrupt (`is_work_abandoned`) ends it at once.
     """
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
@@ -114,33 +114,33 @@ class _Supervisor:
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
         """(cause order, failure, rank or None), in order of arrival; the lowest cause order marks the root cause."""
         self._decided_outcome: Outcome | None = None
-        """How rank 0 or the parent process ended; a failure of another rank in its last step replaces it."""
+        """The outcome of rank 0 or the parent process; a failure of another rank in its last step replaces it."""
         self._last_ranks_deadline: Deadline | None = None
-        """The time limit of the other ranks after `_decided_outcome` or the first failure; then the attempt ends."""
+        """When the attempt ends at the latest; set with `_decided_outcome`, or at the first failure."""
         self._rank_0_deadline: Deadline | None = None
         """The time limit of rank 0 after the parent process has ended."""
         self._ended_ranks: set[int] = set()
         """The ranks that have sent their last message, or are lost."""
         self._rank_end_reasons: dict[int, AnyReason] = {}
-        """How each rank ended, if known; journaled for display, decides nothing."""
+        """How each rank ended, if known; journaled for display, and used for no decision."""
         self._returned_ranks: set[int] = set()
-        """The ranks that have returned. Cleared by the warning that ranks have returned before rank 0's last step."""
+        """The ranks that have returned; cleared once the log warns that some returned before rank 0's last step."""
         self._steps = 0  # the count of steps that rank 0 has reported in this attempt
         self._submitted_count = self._failed_count = 0  # counted by this thread
         self._committed_count = 0  # counted by the commit worker's thread
         self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
-        """The saves that lack the part of a node; the commit worker's thread puts the saves here."""
+        """The saves that lack the part of a node, put here by the commit worker's thread."""
         self._failed_saves: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded_ranks: set[int] = set()
         self._join_deadline: Deadline | None = None
         """The time limit of the ranks of a launcher; None until the first of them has joined."""
         self._last_progress_at: float | None = None
-        """The time of the last message, commit or answer. None until all ranks are loaded, which may take any time."""
+        """When the last message, commit or answer came. None while a rank still loads, since loading may take long."""
         self._awaits_decision = False
-        self._stop_answer: StopTrial | None = None  # the answer that ends this attempt, for a rank 0 that joins later
+        self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
         self._grace_deadline: Deadline | None = None
-        """The time limit of the trial to save and end, once the whole run stops."""
+        """The time by which the trial must save and end, once the whole run stops."""
         channel.subscribe(self._on_answer)
 
     def run(self) -> Outcome:
@@ -203,7 +203,7 @@ class _Supervisor:
             self._group.send_to_rank_0(self._stop_answer)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
-        if self._group.is_local(rank):  # pids of other machines mean nothing here
+        if self._group.is_local(rank):  # a pid of another machine cannot be measured here
             self._meter.on_loaded(message.pid, is_rank_0=rank in (0, PARENT_RANK))
         self._loaded_ranks.add(rank)
         if len(self._loaded_ranks) >= self._group.world_size:
@@ -223,12 +223,12 @@ class _Supervisor:
         self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint. Flush the journal at once if the journaled report requests a decision."""
+        """Queue a report and its checkpoint. If the journaled report requests a decision, flush the journal at once."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
         self._steps += 1
-        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # a rank takes part in each step before it returns
+        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # each step waits for rank 0, so these left early
             self._returned_ranks.clear()
             self._log.warning(
                 "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
@@ -246,7 +246,7 @@ class _Supervisor:
             self._channel.expect_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._awaits_decision and self._last_progress_at is not None:  # an unsolicited message is not progress
+        if self._awaits_decision and self._last_progress_at is not None:  # only an awaited answer is progress
             self._last_progress_at = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
@@ -267,7 +267,7 @@ class _Supervisor:
         self._last_progress_at = time.monotonic()
         self._committed_count += 1
         self._failed_saves.clear()
-        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last: the trial may end after this
+        self._group.send_to_rank_0(CheckpointSaved(step=step))  # last, since the trial may end once it receives this
 
     @property
     def _has_pending_saves(self) -> bool:
@@ -278,7 +278,7 @@ class _Supervisor:
     def _on_rank_end(self, rank: int, message: TrainingEnded) -> None:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
-        # The trial's process must not decide these fields: trial, usage, and whether it failed before its first step.
+        # Replace what the trial's process must not decide: the trial, the usage, and `before_first_step`.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "usage": None})
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"before_first_step": False})
@@ -286,7 +286,7 @@ class _Supervisor:
                 self._on_rank_failure(rank, outcome, after_end=message.after_end)
                 return
         # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
-        # is complete: the function also returns if its launcher was killed, or if it does not wait for the launcher.
+        # is complete, since the function also returns if the launcher was killed, or without waiting for the launcher.
         if message.has_returned:
             self._returned_ranks.add(rank)
             self._rank_end_reasons[rank] = _RETURNED_REASON
@@ -304,14 +304,14 @@ class _Supervisor:
             self._last_ranks_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
-        """Record the failure of a rank; `after_end`: the rank raised after its process had ended the training."""
+        """Record the failure of a rank. With `after_end`, the rank raised after its process had ended the training."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
         if cause is Cause.OUT_OF_MEMORY and self._group.is_local(rank):
             memory = self._meter.out_of_memory_reason()
         if isinstance(reason, Reason):
-            # Keep only what is equal on all ranks, without location and traceback: equal ends are listed together.
+            # Omit the location and the traceback, which differ between ranks, so that equal ends are listed together.
             text, kind = first_line(reason.arguments.get("text", "")), reason.arguments.get("type")
             self._rank_end_reasons[rank] = make_reason(reason.code, type=kind, text=text)
             arguments = {**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
@@ -330,7 +330,7 @@ class _Supervisor:
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if rank > 0 and self._group.parent_is_rank_0 and isinstance(self._decided_outcome, TrialFinished):
-            self._rank_end_reasons[rank] = _RETURNED_REASON  # rank 0 launched it, and has ended
+            self._rank_end_reasons[rank] = _RETURNED_REASON  # rank 0 launched this rank, and has finished
             return None
         end = self._group.end_rank(rank)
         self._rank_end_reasons[rank] = rank_end_reason(end)
@@ -348,9 +348,9 @@ class _Supervisor:
         return None
 
     def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int | None = None) -> None:
-        """Add a failure. The attempt ends a little later: until then, the root cause may arrive."""
+        """Add a failure. The attempt ends a little later, so that the root cause can still arrive."""
         if self._decided_outcome is not None:
-            self._log.warning("after the end of the trial: %s", first_line(failure.reason))
+            self._log.warning("a rank failed after the end of the trial: %s", first_line(failure.reason))
             return
         timeout = _ROOT_CAUSE_TIMEOUT * self._group.node_count
         self._last_ranks_deadline = self._last_ranks_deadline or Deadline.after(timeout)
@@ -379,9 +379,9 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------ what ends the attempt
 
     def _check_outcome(self) -> Outcome | None:
-        """Return the outcome if the attempt ends now; else None. The module's docstring has the order of checks."""
+        """Return the outcome if the attempt ends now; else None. The module's docstring lists the checks in order."""
         is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
-        if is_users_fault and not self._failures:  # a failing process may delete the files being saved
+        if is_users_fault and not self._failures:  # a failed process may itself have deleted the files
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_users_fault:
             text = f"{type(error).__name__}: {error}"
@@ -400,7 +400,7 @@ class _Supervisor:
         if self._channel.run_stop.is_set():
             return self._enforce_stop()
         if self._last_progress_at is None or self._has_pending_saves or self._awaits_decision:
-            return None  # the trial may wait for an upload, which has a separate timeout, or for a decision
+            return None  # silence is expected: while loading, during an upload (it has its own timeout), or a decision
         elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_progress_at), self._spec.silence_timeout
         if timeout is None or elapsed <= timeout:
             return None
@@ -413,12 +413,12 @@ class _Supervisor:
         training = sorted(rank for rank in self._group.open_ranks if rank > 0)
         if self._decided_outcome is not None and training and self._steps:
             ranks, seconds = ", ".join(map(str, training)), _RANK_EXIT_TIMEOUT.total_seconds()
-            self._log.warning("rank %s was still running %g s after rank 0 finished; killed", ranks, seconds)
+            self._log.warning("rank %s was still running %g s after rank 0 finished, and was killed", ranks, seconds)
             self._rank_end_reasons |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
         return self._decided_outcome or min(self._failures, key=itemgetter(0))[1]
 
     def _check_saves(self) -> Outcome | None:
-        """Fail an overdue checkpoint; return the outcome if the trial cannot continue without it."""
+        """Fail an overdue checkpoint; return the outcome if this failure ends the attempt, and None otherwise."""
         if (reason := self._saves.ended_rank_reason(self._ended_ranks)) is not None:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
@@ -433,7 +433,7 @@ class _Supervisor:
             self._rank_end_reasons |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
             return self._make_attempt_ended(Cause.MACHINE, reason)
         self._log.warning(
-            "%s; training continues. Every rank must call pt.report in each step, also without a checkpoint", reason
+            "%s; training continues. Every rank must call pt.report in each step, even without a checkpoint", reason
         )
         self._group.send_to_rank_0(SaveFailed(step=failed.step))
         return None
@@ -448,7 +448,7 @@ class _Supervisor:
         return self._make_attempt_ended(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Return the failure if metrics that rank 0 waits for are late; add a failure if a rank ended without them."""
+        """Return the failure if rank 0 waits too long for metrics; add a failure if a rank has ended without them."""
         if not self._metrics.missing_ranks or self._failures:
             return None
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
@@ -494,10 +494,10 @@ class PartCollector:
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
         self._failed: set[int] = set()
-        self._closed_step = -1  # no new checkpoint begins up to this step; late parts of begun checkpoints are accepted
+        self._closed_step = -1  # no checkpoint begins at or before this step; begun ones still accept late parts
 
     def reopen_step(self, step: int) -> None:
-        """Accept parts of `step` again if `close_steps` has closed it: rank 0 commands all ranks to save this step."""
+        """Accept parts of `step` again, even after `close_steps`, since rank 0 commands all ranks to save this step."""
         self._closed_step = min(self._closed_step, step - 1)
 
     def add_rank_0_part(self, done: StepDone) -> GroupSave | None:
@@ -522,7 +522,7 @@ class PartCollector:
         return self._pop_if_complete(part.step)
 
     def close_steps(self, step: int) -> None:
-        """Close the steps up to `step`: drop the parts of other ranks that belong to no checkpoint of rank 0.
+        """Close the steps up to `step`, and drop other ranks' parts of steps without a checkpoint of rank 0.
 
         Raises:
             InvalidInput: a rank saved a checkpoint at a step without a checkpoint of rank 0.
@@ -533,7 +533,7 @@ class PartCollector:
                 _require_no_files(rank, part)
 
     def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
-        """Return the reason if `ended` ranks make a checkpoint impossible; None otherwise."""
+        """Return a reason if ranks in `ended` did not add their parts of a checkpoint; None otherwise."""
         for step, pending in self._pending.items():
             ranks = [rank for rank in self._others if rank not in pending.parts and rank in ended]
             if pending.done is not None and ranks:
@@ -541,7 +541,7 @@ class PartCollector:
         return None
 
     def fail_overdue_save(self) -> FailedSave | None:
-        """Remove one checkpoint whose deadline has passed, with its files, and return it; None if there is none."""
+        """Delete the files of one checkpoint whose deadline has passed, and return it; None if none is overdue."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
                 continue
@@ -609,7 +609,7 @@ class MetricsCollector:
         return MeanMetrics(step=report.step, metrics=average_metrics([by_rank[rank] for rank in self._ranks]))
 
     def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
-        """Return the reason if `ended` ranks make the mean of a step impossible; None otherwise."""
+        """Return a reason if ranks in `ended` did not report metrics for the mean of a step; None otherwise."""
         ranks = [rank for rank in self.missing_ranks if rank in ended]
         return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None
 

@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `spec_to_parameters` converts a spec to a parameter of the flow `train_trial`, with the target as a reference.
+    `spec_to_parameters` converts a spec to a parameter of the flow `train_trial`; a reference replaces the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -45,11 +45,11 @@ class TrialSpec:
     retention: Retention = field(default_factory=Retention)
     sync: Annotated[SyncConfig, WithJsonSchema({"type": "object"})] = field(default_factory=SyncConfig)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """The trainable's name; a different trainable may not resume this trial."""
+    """The trainable's name without its module; a trainable with another name may not resume this trial."""
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """The number of processes, each a rank, that train the trial on each node. Must not be a range on several nodes."""
+    """The number of processes, each a rank, that train the trial on each node. With several nodes, it must be fixed."""
     nodes_per_trial: int = 1
     """The number of nodes, each a flow run, that train the trial together."""
     min_nodes: int | None = None
@@ -62,7 +62,7 @@ class TrialSpec:
     tags: tuple[str, ...] = ()
     """Tags of each attempt's task run, for example for Prefect's tag-based concurrency limits."""
     concurrency_limits: tuple[str, ...] = ()
-    """Prefect's global concurrency limits; an attempt holds a slot in each of them."""
+    """The names of Prefect's global concurrency limits; an attempt holds a slot of each limit."""
     required_metrics: tuple[str, ...] = ()
     """The metrics that the search needs in each report."""
     proposed_by_search: bool = False
@@ -71,24 +71,24 @@ class TrialSpec:
 
 @dataclass(frozen=True)
 class AttemptRequest:
-    """The request for one attempt of a trial."""
+    """The request for one attempt of a trial. Unlike the `TrialSpec`, it can differ between attempts."""
 
     search_term: int
     """The term of the owner that requests the attempt."""
     trial: Trial
-    """The trial that waits for the attempt, without its history."""
+    """The trial that waits for the attempt, without the trial's history."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty, and not checked, if the search runs in the same process."""
     reports: tuple[StepReport, ...] = ()
-    """The reports up to the newest checkpoint, if the stopper needs them."""
+    """The reports up to the newest checkpoint, if the stopper needs them (`needs_history`)."""
     decision_step: int | None = None
-    """The step at which the trial waits for a decision."""
+    """The next step at which the trial waits for a decision; None if there is no such step."""
     saves_first: bool = False
     """Whether the trial commits a checkpoint of `decision_step` before it waits."""
     secret: str = field(default="", repr=False)
     """The secret that authenticates the connections between the nodes of the attempt; empty for a single node."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the trial's process, such as the devices it may use."""
+    """Environment variables for the trial's process; for example, they name the devices that it may use."""
 
     @property
     def attempt(self) -> int:

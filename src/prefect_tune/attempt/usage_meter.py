@@ -1,7 +1,7 @@
 """The resources of a machine, and their usage by an attempt, from the clock, /proc (processes) and NVML (GPUs).
 
-This module does not use psutil: psutil is no dependency of Prefect, and scans all processes of the machine to find
-children. Samples are taken at most once a second, and use at most a thousandth of a processor.
+This module does not use psutil, because Prefect does not depend on psutil, and psutil scans all processes of the
+machine to find children. Samples are taken at most once a second, and use at most a thousandth of a processor.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class UsageMeter:
         self._kills = self._kills_before = self._memory_limit.count_oom_kills()
         self._next_sample_at = self._next_kill_count_at = 0.0
         self.environment: Mapping[str, str] = {}
-        """The variables of the trial's process, such as its GPUs, in addition to the variables of this process."""
-        self.last_output: Callable[[], str] = str  # returns the output of the trial's processes; called from any thread
+        """The environment variables of the trial's process, such as its GPUs, in addition to those of this process."""
+        self.last_output: Callable[[], str] = str  # returns the trial's last output; may be called from any thread
         self.rank_ends: Sequence[RankEnd] = ()
         self._start_time = time.monotonic()
         self._restored_seconds = 0.0
@@ -56,13 +56,13 @@ class UsageMeter:
 
     @contextmanager
     def measuring_restore(self) -> Iterator[None]:
-        """Count the time of the block as a restore."""
+        """Count the time of the `with` block as restoring a checkpoint."""
         start = time.monotonic()
         yield
         self._restored_seconds += time.monotonic() - start
 
     def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0`: whether it trains rank 0."""
+        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0` includes the parent."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
         if pid == os.getpid() or read_process_usage(pid) is None:
@@ -73,10 +73,10 @@ class UsageMeter:
             self._processes.add_process(pid)
 
     def record_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
-        """Record the seconds that the trial has sent."""
+        """Record the seconds that the trial has sent (None: unchanged). At the last step, take a sample."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
-            self._processes.take_sample()  # now, since another thread may journal the end together with the commit
+            self._processes.take_sample()  # now, since another thread may journal the usage with the last commit
 
     def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -98,7 +98,7 @@ class UsageMeter:
                 self._processes.take_sample()
 
     def add_startup_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
-        """Return the seconds that the trial has measured, plus the restore and the start of the attempt."""
+        """Return the seconds that the trial has measured, plus the seconds of the attempt's start and restore."""
         start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
         seconds = (trial or PhaseSeconds()).with_added_seconds("start", max(0.0, start))
         return _round_seconds(seconds.with_added_seconds("restoring", self._restored_seconds))
@@ -119,7 +119,7 @@ class UsageMeter:
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
         """Return whether the kernel recently killed a process to free memory, or a killed trial was near its limit.
 
-        Earlier kills do not count: the counter of kills includes other trials of the control group or the machine.
+        Earlier kills do not count, since the counter also includes other trials of the control group or the machine.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.read_limit())
@@ -130,13 +130,13 @@ class UsageMeter:
         if self._processes is not None:
             process, process_bytes = self._processes.largest
             peak_bytes = round(self._processes.memory.peak or 0)
-        if self._has_new_oom_kill():  # the samples lack the last second
+        if self._has_new_oom_kill():  # the samples may lack the last second before the kill
             peak_bytes = max(peak_bytes, self._memory_limit.read_peak_usage())
         sizes = {"peak_bytes": peak_bytes, "limit_bytes": self._memory_limit.read_limit()}
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
     def _has_new_oom_kill(self) -> bool:
-        return self._memory_limit.count_oom_kills() > self._kills_before  # the last count may already include the kill
+        return self._memory_limit.count_oom_kills() > self._kills_before  # `_kills` may already include the kill
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -150,7 +150,7 @@ class _ProcessSampler:
     """Samples memory, processor time and GPUs of processes and their descendants. `summarize` is thread-safe."""
 
     def __init__(self, pid: int, environment: Mapping[str, str]) -> None:
-        """Take the first sample. Args: environment: all variables of the process."""
+        """Take the first sample. Args: environment: all environment variables of the process `pid`."""
         self._pids = [pid]
         self._gpu_names = environment.get("CUDA_VISIBLE_DEVICES")
         self._guard = threading.Lock()
@@ -219,7 +219,7 @@ def _round_or_none(value: float | None, digits: int | None = None) -> float | No
 
 @cache
 def _start_loading_nvml() -> Sequence[Any]:
-    """Start to load `nvidia-ml-py` in a thread: loading wakes the GPUs. Return a list that will hold the module."""
+    """Start to load `nvidia-ml-py` in a thread, since waking the GPUs is slow. Return a list for the loaded module."""
     loaded: list[Any] = []
 
     def load_library() -> None:
@@ -236,7 +236,7 @@ def _start_loading_nvml() -> Sequence[Any]:
 
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
-    """Return the used memory of the `visible` GPUs (None: all GPUs), and the share of time in which they computed."""
+    """Return the used bytes and the mean utilization (0 to 1) of the `visible` GPUs (None: all); None if unknown."""
     if not (loaded := _start_loading_nvml()):
         return None
     (nvml,) = loaded
@@ -256,8 +256,8 @@ def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"
-"""The variable for the number of processes of the trials in a slot. torchrun uses the same name."""
-_NVIDIA_SMI_TIMEOUT_SECONDS = 30  # nvidia-smi wakes all GPUs up
+"""The environment variable with the number of processes that train a trial in a slot. torchrun uses the same name."""
+_NVIDIA_SMI_TIMEOUT_SECONDS = 30  # a long time, since nvidia-smi first wakes up all GPUs
 
 
 def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
     if (program := shutil.which("nvidia-smi")) is None:
         return ()
-    with suppress(OSError, subprocess.TimeoutExpired):  # in containers the driver's folder in /proc may be missing
+    with suppress(OSError, subprocess.TimeoutExpired):  # a container may lack the driver's folder: ask nvidia-smi
         command, timeout = [program, "-L"], _NVIDIA_SMI_TIMEOUT_SECONDS
         listed = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE))
@@ -278,7 +278,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
 def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
-    For a range, use the slot's `LOCAL_WORLD_SIZE`, else its GPUs, else its processors, within the limits of the range.
+    For a range, use the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else of processors, within the range.
     """
     if isinstance(wanted, int):
         return wanted
@@ -288,6 +288,6 @@ def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> i
 
 
 def parse_visible_devices(visible: str) -> tuple[str, ...]:
-    """Split CUDA_VISIBLE_DEVICES like CUDA: an empty or negative entry hides all later entries."""
+    """Split CUDA_VISIBLE_DEVICES as CUDA does: an empty or negative entry hides all later entries."""
     names = map(str.strip, visible.split(","))
     return tuple(takewhile(lambda name: name and not name.startswith("-"), names))

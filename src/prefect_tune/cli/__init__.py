@@ -16,10 +16,10 @@ __all__ = ["load_application", "main"]
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C during the import of the commands ends the process at once: nothing has started."""
+    """Run the command line. Ctrl-C during the import of the commands ends the process at once, with no traceback."""
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from an import
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing has started yet, so the process may end at once
     load_application()
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)

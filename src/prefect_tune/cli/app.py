@@ -89,7 +89,7 @@ _COMMAND_ORDER = [name for names in COMMANDS.values() for name in names]
 
 
 class _FlagHelpMixin:
-    """Removes `<bool>` from the help of flags: a flag takes no value."""
+    """Removes `<bool>` from the help of flags, which take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:  # the class of `ctx` depends on typer's version
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the other base class
@@ -100,11 +100,11 @@ class _FlagHelpMixin:
 
 
 class Group(_FlagHelpMixin, TyperGroup):
-    """A group of commands."""
+    """A group of commands. Its help lists flags without `<bool>`."""
 
 
 class Command(_FlagHelpMixin, TyperCommand):
-    """A command."""
+    """A command. Its help lists flags without `<bool>`."""
 
 
 class _OrderedGroup(Group):
@@ -181,7 +181,7 @@ DAMAGED_JOURNAL_ADVICE = (
 
 
 def exit_without_verdict(error: Exception) -> NoReturn:
-    """Print why a drill or an audit has no verdict, and exit with 2: exit code 1 would mean a difference."""
+    """Print why a drill or an audit has no verdict, and exit with 2, since 1 would mean that it found a difference."""
     print(f"prefect-tune: {make_visible(str(error))}", file=sys.stderr)
     raise typer.Exit(_EXIT_NO_VERDICT) from None
 
@@ -193,7 +193,7 @@ def run_app() -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
-    arguments, sys.argv[1:] = sys.argv[1:], []  # hide these from trainables that read `sys.argv`
+    arguments, sys.argv[1:] = sys.argv[1:], []  # a trainable that reads `sys.argv` must not see them
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:
@@ -216,7 +216,7 @@ def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
 
     resolved = resolve_existing(target)
     if isinstance(resolved, LocalTarget) and not resolved.may_hang:
-        with suppress(OSError):  # for example an unreadable parent folder: the first read reports the error
+        with suppress(OSError):  # for example, a parent folder is unreadable; the first read reports this
             if not Path(resolved.path).is_dir():
                 raise InvalidInput(f"{resolved.path}: there is no such folder")
     return resolved

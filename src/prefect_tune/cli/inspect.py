@@ -95,7 +95,7 @@ def ls(target: Target, as_json: AsJson = False) -> None:
             table.add_row(*to_plain_cells(cells), style="red" if row.damage else "dim" if fresh.is_stale else "")
         print_to_stdout(table)
         if stale := [row.experiment for row, fresh in rows if fresh.is_stale]:
-            print_to_stdout("", f"no updates for a while; the process has probably ended: {', '.join(stale)}")
+            print_to_stdout("", f"no updates for a while, so the process has probably ended: {', '.join(stale)}")
     else:
         print(f"{target}: no experiments")
 
@@ -116,7 +116,7 @@ class _ExperimentRow:
 
 
 def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[tuple[_ExperimentRow, Freshness]]:
-    """Yield a row and the freshness of its data for each experiment."""
+    """For each experiment, yield its row and the freshness of the row's data."""
     for name in names:
         try:
             loaded = load_experiment(store, find_current_journal(store, name))
@@ -153,7 +153,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # loading skips entries before a snapshot, even damaged ones
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # also read the entries before a snapshot, which loading skips
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:
@@ -186,7 +186,7 @@ def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as
         print_to_stdout("", make_attempts_table(attempts))
     reason = append_last_output(selected.reason, str(facts.get("last_output", ""))) if selected is not None else ""
     if "\n" in reason:
-        print(f"\n{reason}")  # not wrapped: users copy lines of code from it
+        print(f"\n{reason}")  # not wrapped, so that users can copy lines of code
 
 
 @command
@@ -207,7 +207,7 @@ def logs(
         return
     for attempt, output in outputs.items():
         if output.reason is None:
-            print(f"attempt {attempt} has no end in the journal yet: see the log of its task run for its output")
+            print(f"attempt {attempt} has no end in the journal yet; its output so far is in the log of its task run")
         else:
             print(f"attempt {attempt}: {append_last_output(output.reason, output.last_output or '(none is stored)')}")
     if not outputs:
@@ -217,7 +217,7 @@ def logs(
 def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -> None:
     """Print the trials of a search, the best trial first; as JSON, also the settings of the search.
 
-    If the search's process has probably ended, also print `resume_with`: the command that resumes the search.
+    If the search's process has probably ended, also print `resume_with`, the command that resumes the search.
     """
     state, now = view.experiment, datetime.now(UTC)
     fresh, cost = compute_freshness(view, now), compute_cost(state, parse_time(view.cost_cutoff) or now)
@@ -276,7 +276,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
 def _format_trial_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
     """Return a trial's facts as `show` prints them, with ages and ranges of steps; omit empty facts.
 
-    A reason with a traceback is shortened to its first line: `show` prints the whole reason below the table.
+    A reason with a traceback is shortened to its first line, because `show` prints the whole reason below the table.
     """
     if trial is None:
         return {}
@@ -390,7 +390,7 @@ def report(
         text = json.dumps({**report_to_json(facts), **fresh.to_json()}, indent=2, default=str) + "\n"
     elif ending == ".html":
         text = render_html(make_page(facts))
-    else:  # no pictures on stdout: a picture is a line of thousands of characters
+    else:  # no pictures on stdout, where each would be a line of thousands of characters
         text = render_markdown(make_page(facts), has_pictures=output is not None)
     if output is None:
         print(text, end="")
@@ -446,7 +446,7 @@ def audit(
     else:
         print(make_visible(report.summary))
         for cause, count in report.not_derived.items():
-            print(make_visible(f"not derived: {count:,}: {cause}"))
+            print(make_visible(f"not derived: {count:,} ({cause})"))
         table = make_borderless_table("events", "count", "of them")
         for name, events in (("derived", report.derived), ("observed", report.observed)):
             of_them = ", ".join(f"{count:,} {event}" for event, count in sorted(events.items()))

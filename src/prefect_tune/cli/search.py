@@ -94,7 +94,7 @@ def parse_space_option(file: Path | None, settings: Sequence[str]) -> dict[str, 
 
 
 def parse_json_object(text: str, source: str) -> dict[str, Any]:
-    """Parse `text` as a JSON object. Raises `InvalidInput` if `text` is not one."""
+    """Parse `text` as a JSON object. Raises `InvalidInput` if `text` is not a JSON object."""
     value = _parse_json(text, source)
     if isinstance(value, dict):
         return value
@@ -109,10 +109,10 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _parse_yaml(text: str, file: Path) -> Any:
-    """Parse YAML, with the floats of YAML 1.2: 1e-4 is a number."""
+    """Parse YAML, with the floats of YAML 1.2, in which 1e-4 is a number."""
     import yaml
 
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class: `add_implicit_resolver` changes the class
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class, since `add_implicit_resolver` changes it
     loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
@@ -149,7 +149,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse `step=100`, `package.module:Name`, or JSON. The first criterion that is met stops the trial."""
+    """Parse `step=100`, `package.module:Name`, or JSON; None if empty. The first criterion met stops the trial."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -200,7 +200,7 @@ class _OptionFlag:
         return list[str] if get_origin(value_type) is Mapping else _to_typer_type(value_type)
 
     def make_parameter(self, panel: str) -> Parameter:
-        """Return the parameter of the command for typer."""
+        """Return the command's parameter from which typer makes this flag."""
         flag, value_type = self.flag, self.value_type
         info = option_without_default(flag.flag, flag.metavar, flag.help, at_least=flag.minimum, panel=panel)
         default = False if value_type is bool else None
@@ -208,7 +208,7 @@ class _OptionFlag:
         return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[hint, info])
 
     def parse_value(self, value: Any) -> object:
-        """Return the option's value; None for the default."""
+        """Return the value of the search option for the flag's `value`; None for the default."""
         if self.flag.name in _VALUE_PARSERS:
             return _VALUE_PARSERS[self.flag.name](value)
         return value.value if isinstance(value, Enum) else value
@@ -241,7 +241,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""The parsers of flag values, by flag; a flag of numbers, words or lists of text needs no parser."""
+"""The parsers of flag values, by flag; a flag whose values are numbers, words or lists of text needs no parser."""
 _FLAGS = [_OptionFlag(option, flag) for option, flags in collect_flags(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
@@ -255,7 +255,7 @@ RESUME_OPTIONS = [
 
 
 def with_flags(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
-    """Return a decorator for a command with `**options`, which adds the flags before the keyword-only parameters."""
+    """Return a decorator that adds the flags to a command with `**options`, before its keyword-only parameters."""
 
     def add_options(command: _Command) -> _Command:
         parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
@@ -273,7 +273,7 @@ def options_to_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """Convert command line options to parameters of the flow; omit parameters that no option sets."""
     passed = {name: value for name, value in options.items() if not (value is None or value is False or value == [])}
     if passed.keys() >= {"fail_fast", "ignore_errors"}:
-        raise InvalidInput("--fail-fast stops the search at the first error, --ignore-errors never: pass only one")
+        raise InvalidInput("--fail-fast ends the search at an error, and --ignore-errors continues it: pass only one")
     last, best = passed.pop("keep_last", None), passed.pop("keep_best", None)
     parameters = {_OPTIONS[name].option: _OPTIONS[name].parse_value(value) for name, value in passed.items()}
     if best:
@@ -297,12 +297,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # Use placeholders: only the server has a saved block, and only the journal has the trainable of `resume`.
+    # Use placeholders, since only the server has a saved block, and only the journal has the trainable of `resume`.
     SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes. It names the trainable, since a bucket's journal must not choose the code."""
+    """Return the command to resume with. It names the trainable, since a bucket's journal must not choose the code."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 
@@ -319,7 +319,7 @@ def run_search_in_terminal(
             results: Results = getattr(prefect_tune, flow)(**parameters)
         except SearchFailed as failure:
             results, message = cast("Results", failure.results), str(failure)
-            if len(results.errors) < len(results.trials):  # the search ended early: several trials had the same error
+            if len(results.errors) < len(results.trials):  # the same error in several trials ended the search early
                 raise
     show_search(ExperimentView(results.experiment, datetime.now(UTC).isoformat()), as_json=as_json)
     if message:
@@ -459,7 +459,7 @@ def deploy(
     """Create a deployment of each FLOW, by default of all flows; with --name, one deployment for one experiment.
 
     Run the command again to update the deployments; schedules that were changed in the UI are kept. The worker
-    imports the trainable. Install your project there, or add its folder to PYTHONPATH, as in the second example.
+    imports the trainable. Install your project where the worker runs, or add its folder to PYTHONPATH (second example).
 
     prefect-tune deploy --work-pool training
 
@@ -472,7 +472,7 @@ def deploy(
     from prefect_tune.deploy.deployments import WorkPool, deploy
 
     if not work_pool:
-        raise InvalidInput("--work-pool: expected a work pool for the runs; list them: `prefect work-pool ls`")
+        raise InvalidInput("--work-pool: name a work pool for the runs; `prefect work-pool ls` lists the work pools")
     if notify is not None and not automations:
         raise InvalidInput(f"--notify {notify}: alerts are automations; remove --no-automations")
     variables = parse_name_value_pairs(job_variables or (), "--job-variable") or {}
@@ -520,4 +520,4 @@ def _print_deployments(
         print(f"automation  {'on ' if automation.enabled else 'off'}  {automation.name}")
     if installed and not any(automation.is_alert and automation.has_action for automation in installed):
         print("alerts are not installed; to install them: --notify slack-webhook/NAME")
-    print(f"work pool {pool!r}: runs start when a worker serves it: prefect worker start --pool {pool}")
+    print(f"runs start when a worker serves the work pool {pool!r}: prefect worker start --pool {pool}")

@@ -98,7 +98,7 @@ def _read_checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined_sequences) - set(keys):  # quarantined saves that were never committed
+    if missing := set(trial.quarantined_sequences) - set(keys):  # quarantined saves with only a sequence in the journal
         paths = (stored.path for stored in store.list(folder.checkpoints_folder))
         listed = (CheckpointKey.from_manifest_path(folder, path) for path in paths)
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
@@ -151,7 +151,7 @@ def verify(
                 for _, check in of_trial:
                     trial_checks.append(check)
                     status.update(f"{name}: step {check.key.step} was read")
-                    if check.damage and not as_json:  # print now: an error of the target may end the checks
+                    if check.damage and not as_json:  # now, since an error of the target may end the checks
                         print(f"{prefix}step {check.key.step}: DAMAGED: {make_visible(check.damage)}", file=sys.stderr)
             results += [(name, check) for check in trial_checks]
             if not as_json and (intact := [check for check in trial_checks if not check.damage]):
@@ -193,7 +193,7 @@ def _verify_and_release(
         current = load_current_trial(store, state.trial_key(trial_name))
         is_kept = is_quarantined_checkpoint(current, key)
     if not is_kept:
-        raise CheckpointNotFound(f"{key.folder}: the trial has retired this checkpoint; it cannot be released")
+        raise CheckpointNotFound(f"{key.folder}: the trial has retired this checkpoint, so it cannot be released")
     yield trial_name, check
 
 

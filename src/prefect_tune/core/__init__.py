@@ -1,1 +1,1 @@
-"""The rules, in pure Python: no clock, no environment, no I/O of its own."""
+"""The rules of experiments in pure Python, without a clock or an environment; all I/O goes through a given store."""

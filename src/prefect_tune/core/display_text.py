@@ -1,7 +1,7 @@
 """Text for display: escape unsafe characters, format counts, durations and sizes, suggest similar names.
 
-`make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: each
-terminal, page, notebook, artifact, log line and error message passes text from a target through it.
+`make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: text
+from a target passes through it before a terminal, page, notebook, artifact, log line or error message shows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def make_visible(text: object) -> str:
     r"""Return a text, or the sentence of a reason, with control characters escaped like `\x1b`; tabs and newlines stay.
 
-    A text from a target can then neither control a terminal nor reorder the characters around the text.
+    Then a text from a target can neither control a terminal nor reorder the characters around it.
     """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits, or all before the point if more: `0.531`, `1,023`."""
+    """Format an amount of at least 0.0001 with `digits` digits, but never cut its whole part: `0.531`, `1,023`."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 
@@ -137,8 +137,8 @@ def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
 def describe_signature_mismatch(function: Callable[..., object], argument_count: int) -> str:
     """Return the name and parameters of a function that does not accept `argument_count` positional arguments.
 
-    Empty if the function accepts them, or if its parameters are unknown, as for some C functions. A wrapper is checked
-    by its own parameters, not by the parameters of the wrapped function.
+    Return "" if the function accepts them, or if its parameters are unknown, which is so for some C functions. A
+    wrapper is checked by its own parameters, not by the parameters of the wrapped function.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)

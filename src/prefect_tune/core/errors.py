@@ -20,7 +20,7 @@ class InvalidInput(TuneError, ValueError):
 
 
 class BadMetric(InvalidInput):
-    """A reported metric cannot be stored (NaN, infinite, neither a number nor text): fix the trainable."""
+    """A reported metric is NaN, infinite, or neither a number nor text, so it cannot be stored: fix the trainable."""
 
 
 class BadStop(InvalidInput):
@@ -102,7 +102,7 @@ class UnknownVersion(TuneError):
 
 
 class UnsafePayload(TuneError):
-    """Reading this payload could execute code: allow this explicitly with a key, or store plain JSON."""
+    """Reading this payload could execute code: allow the reading explicitly with a key, or store plain JSON."""
 
 
 class IllegalTransition(TuneError):

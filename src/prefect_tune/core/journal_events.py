@@ -1,8 +1,8 @@
 """The events in journal entries: events of a trial, events of an experiment, and the entry itself.
 
 `TrialFinished`, `TrialPaused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`). The attempt's process
-sends its outcome, its supervisor completes and returns the outcome, the journal stores it, and Prefect's state is made
-from it.
+sends the outcome, the supervisor completes and returns it, the journal stores it, and the state of the Prefect run is
+made from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal; `Superseded` errors of earlier owners name it."""
+    """The process that owns a journal; the `Superseded` error of an earlier owner names the new owner."""
 
     name: str
     host: str
@@ -35,9 +35,9 @@ class Owner(Value):
     task_run: str | None = None
     """The id of the task run in which the process runs an attempt; None if there is none."""
     is_manual: bool = False
-    """Whether the user resumed this run: then the start does not count as a restart after a crash."""
+    """Whether the user resumed this run; if so, its start does not count as a restart after a crash."""
     attempt: int = 0
-    """In a user's own flow, the number of starts of its run."""
+    """In a user's own flow, how often the flow run was started; 0 elsewhere."""
     slots: int | None = None
     """The number of trials that this run trains in parallel; None if unlimited."""
 
@@ -52,7 +52,7 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint in the journal: step and sequence, which name it on the target, and the facts for retention.
+    """A checkpoint as the journal records it: its step and sequence, which name it on the target, its report and size.
 
     `make_checkpoint_ref` in `core/restore.py` makes the reference from the manifest of a save.
     """
@@ -72,11 +72,11 @@ class CheckpointRef(Value):
 
 
 class QuarantinedCheckpoint(Value):
-    """A quarantined checkpoint: it is not used, but its bytes are kept, so it can be reinstated or retired."""
+    """A quarantined checkpoint. It is not used, but its bytes are kept, so that it can be reinstated later."""
 
     checkpoint: CheckpointRef
     since: int
-    """The first sequence of a save after the quarantine: earlier saves may share the damage."""
+    """The sequence of the first save after the quarantine; earlier saves may share the damage."""
     reason: AnyReason
 
 
@@ -90,7 +90,7 @@ class ForkOrigin(Value):
 
     @property
     def key(self) -> JournalKey:
-        """The key of the other journal."""
+        """The key of the other experiment's journal."""
         return JournalKey(experiment=self.experiment, generation=self.generation)
 
     def __str__(self) -> str:
@@ -105,16 +105,16 @@ class PriorTrial(Value):
     report: StepReport
     """The trial's last report."""
     stopped: bool = False
-    """Whether a scheduler ended it."""
+    """Whether a scheduler ended the trial early."""
 
 
 class WarmStart(Value):
-    """An experiment from which a search warm-starts, and its trials: the experiment may be deleted afterwards."""
+    """An experiment from which a search warm-starts; its trials are copied, as the experiment may be deleted later."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
     location: str | None = None
-    """Its location in events and assets: normalized, and without secrets; None if unknown."""
+    """The experiment's location, as events and assets name it: normalized, without secrets; None if unknown."""
     trials: tuple[PriorTrial, ...]
 
 
@@ -135,14 +135,14 @@ class TrialAdded(TrialEvent):
 
 
 class AttemptStarted(TrialEvent):
-    """An attempt begins, from a checkpoint or from scratch. Reported steps after the checkpoint are trained again."""
+    """An attempt begins, from a checkpoint or from scratch. Steps reported after the checkpoint are trained again."""
 
     type: Literal["attempt-started"] = "attempt-started"
     attempt: int
     from_step: int
     from_sequence: int | None = None
     at: str | None = None
-    """The time at which the attempt began, by the clock of its machine; for the cost only."""
+    """The time at which the attempt began, by the clock of its machine; used only for the cost."""
     supervisor: Owner | None = None
     """The process on another machine that supervises the attempt; None if the journal's owner supervises it."""
     task_run: str | None = None
@@ -159,7 +159,7 @@ class StepReported(TrialEvent):
 
 
 class CheckpointCommitted(TrialEvent):
-    """A checkpoint is committed: its manifest was created, and the journal's owner had not changed afterwards.
+    """A checkpoint is committed: its manifest was created, and the journal still had the same owner afterwards.
 
     `retired_sequences` are the checkpoints that this entry retires; their bytes are deleted after the entry is written.
     """
@@ -168,11 +168,11 @@ class CheckpointCommitted(TrialEvent):
     checkpoint: CheckpointRef
     retired_sequences: tuple[int, ...] = ()
     sent_bytes: int | None = None
-    """The number of bytes that were not on the target yet; None if unknown."""
+    """The number of uploaded bytes, which were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
     """The duration of the upload; None if unknown."""
     seconds: PhaseSeconds | None = None
-    """The seconds of the attempt up to the checkpoint's step; None if unknown."""
+    """The time of the attempt up to the checkpoint's step, by phase; None if unknown."""
 
 
 class CheckpointsRetired(TrialEvent):
@@ -188,34 +188,34 @@ class CheckpointsRetired(TrialEvent):
 
 
 class CheckpointQuarantined(TrialEvent):
-    """A checkpoint is no longer used: its bytes are damaged, or every attempt that loads it crashes.
+    """A checkpoint is no longer used, because its bytes are damaged, or every attempt that loads it crashes.
 
-    With `quarantined=False`, it is used again. A quarantine by the owner is a barrier for running saves, like
-    `CheckpointsRetired`. A quarantine by a non-owner is no barrier: a save that began before it is quarantined too,
-    because it may share the damage.
+    With `quarantined=False`, the checkpoint is used again. A quarantine by the owner is a barrier for running saves,
+    like `CheckpointsRetired`. A quarantine by a non-owner is no barrier: a save that began before the quarantine is
+    committed, but quarantined too, because it may share the damage.
     """
 
     type: Literal["checkpoint-quarantined"] = "checkpoint-quarantined"
     sequence: int
     reason: AnyReason = ""
     crashes_trainable: bool = False
-    """Whether it is quarantined because it crashes the trainable, although its bytes are undamaged."""
+    """Whether the checkpoint is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
     by_non_owner: bool = False
-    """In a fork, which copies the origin's events: whether a non-owner of the origin wrote this event."""
+    """Whether a non-owner of the origin wrote this event; set only in a fork, which copies the origin's events."""
 
 
 class CheckpointCloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint, with `config` if it is not None.
 
     The clone becomes the trial's newest checkpoint. It exists only in this entry, not on the target, and uses the
-    manifest of its origin. The bytes of the origin stay, retired or not, as long as a trial has a clone of it.
+    manifest of the cloned checkpoint, whose bytes stay, even if it is retired, as long as a trial has a clone of it.
     """
 
     type: Literal["checkpoint-cloned"] = "checkpoint-cloned"
     checkpoint: CheckpointRef
     source: TrialId
-    """The exploited trial. Its checkpoint may be a clone too."""
+    """The trial whose checkpoint is cloned. This checkpoint may itself be a clone."""
     config: Mapping[str, object] | None = None
     reason: AnyReason = ""
 
@@ -237,25 +237,25 @@ class PostReceived(TrialEvent):
 
 
 class OutboxClosed(TrialEvent):
-    """The trial's outbox accepts no more posts, and all its posts are received: the attempt was fenced off."""
+    """The trial's outbox was closed: its attempt can post nothing more, and no more of its posts are received."""
 
     type: Literal["outbox-closed"] = "outbox-closed"
 
 
 class AttemptEnded(TrialEvent):
-    """The attempt has ended, but the trial has not: the trial waits for its next attempt."""
+    """The attempt has ended, but the trial has not; the trial waits for its next attempt."""
 
     type: Literal["attempt-ended"] = "attempt-ended"
     cause: Cause
     reason: AnyReason
     before_first_step: bool = False
-    """Whether it crashed before its first step, and no stop was requested: the restored checkpoint may be the cause."""
+    """Whether the attempt crashed before its first step, without a stop request; its checkpoint may be the cause."""
     usage: AnyUsage | None = None
     """The resource usage of the attempt; None if unknown."""
 
 
 class TrialErrored(TrialEvent):
-    """The trial errored: the retry budget of this cause is spent."""
+    """The trial errored, because the retry budget of this cause is spent."""
 
     type: Literal["trial-errored"] = "trial-errored"
     cause: Cause
@@ -263,7 +263,7 @@ class TrialErrored(TrialEvent):
 
 
 class TrialFinished(TrialEvent):
-    """The trial is finished: a stop criterion was met, or the trainable returned."""
+    """The trial is finished; `kind` says how: for example, a stop criterion was met, or the trainable returned."""
 
     type: Literal["trial-finished"] = "trial-finished"
     reason: AnyReason
@@ -280,7 +280,7 @@ class TrialRequeued(TrialEvent):
 
 
 class TrialPaused(TrialEvent):
-    """The scheduler gives the slot to another trial. This trial has saved, if possible, and waits to be resumed."""
+    """The scheduler gives this trial's slot to another. The trial has saved, if possible, and waits to be resumed."""
 
     type: Literal["trial-paused"] = "trial-paused"
     reason: AnyReason
@@ -303,15 +303,15 @@ class DecisionMade(TrialEvent):
 
 
 class SlotFreed(TrialEvent):
-    """An attempt has ended, and its slot is free for the next one; only the cost depends on this event."""
+    """An attempt has ended, and its slot is free for another attempt; only the cost depends on this event."""
 
     type: Literal["slot-freed"] = "slot-freed"
     attempt: int
-    """The last attempt in the slot."""
+    """The number of the last attempt in the slot."""
     since: str
-    """The time at which it got the slot, by the clock of the search."""
+    """The time at which the trial got the slot, by the clock of the run."""
     seconds: Seconds
-    """The time for which it held the slot."""
+    """The time for which the trial held the slot."""
 
 
 Outcome: TypeAlias = TrialFinished | TrialPaused | AttemptEnded
@@ -328,7 +328,7 @@ AttemptEvent: TypeAlias = (
 )
 """The events that an attempt journals."""
 NonOwnerEvent: TypeAlias = CheckpointQuarantined | CheckpointsRetired
-"""The events that a non-owner may write: a process that adds an entry to a journal without becoming its owner."""
+"""The events that may be written by a non-owner, which adds an entry to a journal without becoming its owner."""
 AnyTrialEvent: TypeAlias = (
     AttemptEvent
     | CheckpointCloned
@@ -350,7 +350,7 @@ Writer: TypeAlias = Literal["owner", "non-owner"]
 
 
 class OwnerChanged(Value):
-    """A new owner begins a new term: the next write of every earlier owner fails."""
+    """A new owner begins a new term, so the next write of every earlier owner fails."""
 
     type: Literal["owner-changed"] = "owner-changed"
     experiment: ExperimentName
@@ -358,13 +358,13 @@ class OwnerChanged(Value):
     term: int
     owner: Owner
     at: str | None = None
-    """The time of the change, by the owner's clock; for the cost only."""
+    """The time of the change, by the new owner's clock; used only for the cost."""
 
 
 class CheckpointsAdopted(Value):
-    """The new owner adopts these checkpoints: their manifests exist, but the last owner did not journal them.
+    """The new owner adopts these checkpoints, because their manifests exist, but the last owner did not journal them.
 
-    If a manifest of an earlier term is neither listed here nor journaled, it is abandoned: it is not a checkpoint.
+    A manifest of an earlier term that is neither listed here nor journaled before is abandoned, and no checkpoint.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
@@ -372,13 +372,13 @@ class CheckpointsAdopted(Value):
     last_known_steps: Mapping[str, int] = Field(default_factory=dict)
     """By running trial, the last known step of its lost attempt; 0 if no step is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
-    """By running trial, the training time up to its last known step, if known; for the cost only."""
+    """By running trial, the training time up to its last known step, if known; used only for the cost."""
     last_seen_at: str | None = None
-    """The time of the last owner's live status, by that owner's clock; None if there is none. For the cost only."""
+    """The time of the last owner's live status, by that owner's clock; None without one. Used only for the cost."""
 
 
 class ExperimentConfigured(Value):
-    """The parameters of the experiment as JSON, the samples that a run adds, and earlier experiments to start from."""
+    """The experiment's parameters as JSON, the samples that a run adds, and the experiments for a warm start."""
 
     type: Literal["experiment-configured"] = "experiment-configured"
     settings: Mapping[str, object]
@@ -386,7 +386,7 @@ class ExperimentConfigured(Value):
     extensions: Mapping[str, int] = Field(default_factory=dict)
     """By run, the number of samples that it adds to the planned samples. A run that is restarted adds them only once.
 
-    The key of a run stays the same after a restart: the run's id, or its position in the run that called it.
+    The key of a run is its id, or its position in the run that called it, and stays the same after a restart.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""
@@ -420,16 +420,16 @@ class FormAnswered(Value):
 
 
 class ForkedTrial(Value):
-    """A trial of a fork. Its earlier events happened in the origin; it continues from here, and is not running."""
+    """A trial of a fork: its earlier events happened in the origin. It is not running, and can continue from here."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
-    """The copied checkpoints, and clones of them, with their steps and sequences in the origin."""
+    """The copied checkpoints, and clones of copied checkpoints, each with its step and sequence in the origin."""
 
 
 class ExperimentForked(Value):
-    """The experiment becomes a fork of `origin`; it cannot be used until an entry has its `trials`.
+    """The experiment becomes a fork of `origin`; it cannot be used until a second such event lists its `trials`.
 
-    The entry with `trials` completes the fork, and also holds all events of the origin up to the forked entry.
+    The entry with the second event completes the fork, and also holds the origin's events up to the fork.
     """
 
     type: Literal["experiment-forked"] = "experiment-forked"
@@ -438,7 +438,7 @@ class ExperimentForked(Value):
 
 
 class DeletionStarted(Value):
-    """The whole experiment is about to be deleted: no other process can become its owner, except to delete it."""
+    """The whole experiment is about to be deleted, so a process can become its owner only to delete it."""
 
     type: Literal["deletion-started"] = "deletion-started"
 

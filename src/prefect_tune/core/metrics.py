@@ -1,8 +1,8 @@
 """Convert metrics and other values from outside to plain JSON, or reject them.
 
-A scalar is None, a bool, a number or a text: a value of Python's own types, of a subclass (`class Kind(str, Enum)`) or
-of Python's numeric tower (NumPy's types, `Fraction`), or the element of an array or tensor without dimensions. A scalar
-is converted to Python's own type. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
+A scalar is None, a bool, a number or a text. Its type is Python's own, a subclass (`class Kind(str, Enum)`), or one of
+Python's numeric tower (NumPy's types, `Fraction`). An array or tensor without dimensions is a scalar, too. Scalars are
+converted to Python's own types. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _MAX_DEPTH = 100  # JSON readers reject about 200 levels
-_TIME_KINDS = ("m", "M")  # NumPy's kinds of durations and dates: `item` returns nanoseconds as bare integers
+_TIME_KINDS = ("m", "M")  # NumPy's durations and dates: no scalars, since `item` returns nanoseconds as plain integers
 
 
 def to_plain_scalar(value: object) -> object:
     """Return a scalar (see above) as None or Python's own bool, int, float or str; return any other value unchanged."""
     match value:
         case str():
-            return str.__str__(value)  # `str(value)` calls a method of the subclass: 'Kind.LINEAR' for an enum member
+            return str.__str__(value)  # `str(value)` would call the subclass: 'Kind.LINEAR' for an enum member
         case bool():
             return value
         case int():
@@ -40,7 +40,7 @@ def to_plain_scalar(value: object) -> object:
             pass
     shape, item = getattr(value, "shape", None), None if _is_masked_element(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
-        return to_plain_scalar(element)  # `item` of a NumPy long double returns the same object
+        return to_plain_scalar(element)  # not for a NumPy long double, whose `item` returns a long double
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) and is_finite(value) else value
@@ -51,13 +51,13 @@ def _has_time_dtype(value: object) -> bool:
 
 
 def _is_masked_element(value: object) -> bool:
-    """Return whether `value` is a masked NumPy element, for which `item` returns 0.0 or the masked value."""
+    """Return whether `value` is a masked NumPy element; it has no value, but `item` returns 0.0 or the hidden value."""
     mask = getattr(value, "mask", False)
     return getattr(mask, "size", 0) == 1 and bool(mask)
 
 
 def to_plain_keys(values: Mapping[Any, Any], where: str, error: type[InvalidInput] = InvalidInput) -> dict[Any, Any]:
-    """Return `values` with plain scalars as keys; raise `error` if two keys are then equal."""
+    """Return `values` with its keys as plain scalars; raise `error` if the conversion makes two keys equal."""
     plain = {to_plain_scalar(key): value for key, value in values.items()}
     if len(plain) < len(values):
         raise error(f"{where}: expected unique keys, found keys that are equal as text: {short_repr(list(values))}")
@@ -80,7 +80,7 @@ def to_plain_metrics(value: Mapping[str, object], where: str) -> dict[str, objec
 
 
 def average_metrics(metrics_by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the metrics of the first rank, with the mean of all ranks for each number that all ranks report."""
+    """Return the metrics of the first rank, but replace each number that all ranks report by its mean."""
     return {name: _average_values([metrics.get(name) for metrics in metrics_by_rank]) for name in metrics_by_rank[0]}
 
 
@@ -133,7 +133,7 @@ def _convert_value(value: object, where: str, levels: int) -> object:
 
 
 def _count_elements(value: object) -> object:
-    """Return the number of elements: `size` of NumPy, or `numel()` of PyTorch, where `size()` is the shape."""
+    """Return the number of elements: `size` in NumPy; `numel()` in PyTorch, where `size()` is the shape."""
     count = getattr(value, "numel", None)
     return count() if callable(count) else getattr(value, "size", 1)
 
@@ -141,7 +141,7 @@ def _count_elements(value: object) -> object:
 def _require_unicode(value: str, where: str) -> str:
     if is_utf8_encodable(value):
         return value
-    raise BadMetric(f"{where}: expected Unicode text, found {value!a}; write ascii(x)")
+    raise BadMetric(f"{where}: expected Unicode text, found {value!a}; pass ascii(x) instead")
 
 
 # Check numbers from outside, and format values for messages.
@@ -150,7 +150,7 @@ _MAX_LENGTH = 80
 
 
 def is_finite(number: float | Real) -> bool:
-    """Return whether `number` is finite as a float: no NaN, no infinity, no integer beyond the range of floats."""
+    """Return whether `number` is finite as a float; False for NaN, infinity and integers beyond the range of floats."""
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -174,7 +174,7 @@ def is_number_at_least(value: object, at_least: float) -> bool:
 
 
 def describe_non_number(value: object) -> str:
-    """Return the kind of a value that is not a number: `text`, `a list` or `a dict`; empty for a number and None."""
+    """Return `text`, `a list` or `a dict` for a value of this kind; empty for a number, None or any other value."""
     if isinstance(value, Mapping):
         return "a dict"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""

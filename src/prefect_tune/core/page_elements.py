@@ -1,6 +1,6 @@
 """The elements of reports and displays, and their HTML for a page or for the output of a notebook cell.
 
-All text is escaped. A page loads nothing: its pictures are part of the markup.
+All text is escaped. Pictures are part of the markup, so a page loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _MAX_VALUES = 60
 
 
 def make_values_table(name: str, values: Mapping[str, object]) -> Table:
-    """Return a table of parameters or metrics: the first 60 values, and the number of other values."""
+    """Return a table of parameters or metrics, with the first 60 values and the number of omitted values."""
     shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in values.items()}
     rows = [(shorten(make_visible_line(key), 60), shorten(make_visible_line(text), 300)) for key, text in shown.items()]
     more = [("", f"and {len(rows) - _MAX_VALUES} more")] if len(rows) > _MAX_VALUES else []

@@ -35,7 +35,7 @@ from prefect_tune.core.values import Json, Metrics, Value, get_metric
 class BestModelTracker:
     """Tracks the best model: compares each commit, and the last step of each ended trial, with the best model so far.
 
-    Metrics are compared in order, like tuples. Without an objective, no result is better than another result.
+    Several metrics are compared in order, like tuples. Without an objective, no result is better than another result.
     """
 
     def __init__(self, objective: Objective | None, experiment: Experiment) -> None:
@@ -77,7 +77,7 @@ class BestModelTracker:
 
 
 def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the best checkpoint's sequence, by trial. If checkpoints tie, return the first of each trial.
+    """Return the trial and the sequence of the best checkpoint of all; if trials tie, the first best one of each.
 
     The model that `BestModelTracker` reported last is included if it is saved. Empty without an objective.
     """
@@ -90,7 +90,7 @@ def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -
 
 
 PAYLOAD_VERSION = 2
-"""The version of the payloads: increases when a field is renamed or changes its meaning, but not for a new field."""
+"""The version of the payloads. It increases if a field is renamed or changes its meaning, but not for a new field."""
 NOT_EMITTED = frozenset(
     (
         *("decision-made", "owner-changed", "step-reported", "trial-added"),
@@ -98,9 +98,9 @@ NOT_EMITTED = frozenset(
         *("checkpoints-adopted", "experiment-configured", "experiment-forked", "deletion-started"),
     )
 )
-"""The types of journal events that are not emitted: they are too frequent, or only the journal needs them."""
+"""The types of journal events that are not emitted, because they are too frequent or only the journal needs them."""
 LABEL_FIELDS = ("trial", "status", "cause", "reason_code", "kind", "crashes_trainable", "end")
-"""The payload's fields that are also labels of the event's resource: automations match labels, but not payloads."""
+"""The payload's fields that are also labels of the event's resource, because automations match labels, not payloads."""
 _MAX_TEXT_LENGTH = 500
 _MAX_ITEM_COUNT = 20
 
@@ -149,22 +149,22 @@ class ExperimentEnded(ExperimentEvent):
     """Why the run ended before the experiment was finished; empty for `finished`."""
     trials: Mapping[str, int]
     best: str | None
-    """The trial with the best model so far."""
+    """The trial with the best model so far; None if no trial can be compared."""
     dropped: int
     """The number of trial events that the rate limit dropped."""
 
 
 def get_event_name(event: Event) -> str:
-    """Return the name of the Prefect event of a journal event: its type, except for reinstatements."""
+    """Return the name of a journal event's Prefect event: `prefect-tune.<type>`, except for a reinstatement."""
     if isinstance(event, CheckpointQuarantined) and not event.quarantined:
         return "prefect-tune.checkpoint-reinstated"
     return f"prefect-tune.{event.type}"
 
 
 def make_event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON, with the version. The end of an attempt adds the trial's state `after` it.
+    """Return an event's payload as JSON, with the version; at the end of an attempt, also the trial's state `after` it.
 
-    A reason becomes its sentence, for display, and a `reason_code` for conditions, which is None for a user's text.
+    A reason is given as its sentence, for display, and as a `reason_code`, for conditions; None for a user's text.
     Values are truncated by `truncate_json`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})

@@ -1,6 +1,6 @@
-"""The reasons of ends and decisions: codes with arguments. Only this module makes sentences; no code reads a sentence.
+"""The reasons of ends and decisions: codes with arguments. This module makes the sentences, which no other code parses.
 
-A user's own scheduler, stopper or stop request passes a text instead. It is shown unchanged, and no code compares it.
+A user's own scheduler, stopper or stop request passes a text instead. The text is shown unchanged, and never compared.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Cause(StrEnum):
     MACHINE = "machine"
     """The machine, the worker or the target failed, not the trial."""
     PREEMPTED = "preempted"
-    """The attempt received a stop request, and stopped gracefully: this is not a failure."""
+    """The attempt received a stop request, and stopped gracefully, which is not a failure."""
     TRAINABLE = "trainable"
-    """The user's code raised."""
+    """The user's code raised an exception."""
     IMPORT = "import"
-    """The trainable could not be loaded: a retry does not help."""
+    """The trainable could not be loaded; a retry does not help."""
     OUT_OF_MEMORY = "out-of-memory"
-    """The kernel killed the process for using too much memory: a retry does not help."""
+    """The kernel killed the process for using too much memory; a retry does not help."""
     BAD_METRIC = "bad-metric"
-    """The trainable reported a metric that cannot be stored, such as a NaN: a retry does not help."""
+    """The trainable reported a metric that cannot be stored, such as a NaN; a retry does not help."""
     BAD_STOP = "bad-stop"
-    """The stop criterion needs a metric that the trainable did not report: a retry does not help."""
+    """The stop criterion needs a metric that the trainable did not report; a retry does not help."""
 
 
 class FinishKind(StrEnum):
@@ -49,7 +49,7 @@ class FinishKind(StrEnum):
     PRUNED = "pruned"
     """The scheduler ended the trial early."""
     STOPPED = "stopped"
-    """The user ended the trial, by a stop request or by the choice on Resume."""
+    """The user ended the trial, by a stop request or by an answer in the form of Resume."""
 
 
 _MAX_DEPTH = 16
@@ -57,13 +57,13 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return `arguments` if they are shallow JSON without large numbers: a trial's process may send anything."""
+    """Return `arguments`, which a trial may have sent; raise if they are not shallow JSON without large numbers."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
                 _require_plain_arguments(value, depth + 1)
             elif not (value is None or isinstance(value, str) or _is_storable_number(value)):
-                raise ValueError("expected texts, numbers up to 2**63, lists of them, or a reason")
+                raise ValueError("expected texts, numbers up to 2**63, lists of these, or a reason")
     return arguments
 
 
@@ -77,7 +77,7 @@ class Reason(Value):
     code: str
     """A key of `_SENTENCES`. A code of a newer release is shown unchanged, with its arguments."""
     arguments: Annotated[Mapping[str, Any], AfterValidator(_require_plain_arguments)] = Field(default_factory=dict)
-    """JSON; an argument that is a reason is stored as its JSON."""
+    """JSON values; an argument that is itself a reason is stored as the JSON of that reason."""
 
     def __str__(self) -> str:
         try:
@@ -97,7 +97,7 @@ class ProcessEnd(Value):
     signal: str | None = None
     """The signal's name, such as `SIGKILL`."""
     reason: Reason | None = None
-    """Why both are unknown: the node is lost, or the training runs in a thread."""
+    """Why both are unknown, for example because the node is lost, or because the training runs in a thread."""
     output: Message = ""
     """The last lines that the process printed."""
 
@@ -107,7 +107,7 @@ class ProcessEnd(Value):
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return the reason for the end of one rank, for a list of ranks."""
+    """Return how one rank ended, as a reason for a list of the ranks' ends."""
     return make_reason("rank-died", **_make_process_end_arguments(end))
 
 
@@ -154,7 +154,7 @@ def get_reason_code(reason: AnyReason) -> str | None:
 _CODES_WITH_ERROR = frozenset(
     {"not-retried", "max-machine-failures", "max-failures", "died-at-start", "died-at-each-start", "retried"}
 )
-"""The codes whose argument `error` is the error of the attempt."""
+"""The codes whose argument `error` is the error that ended the attempt."""
 
 
 def find_root_error(reason: AnyReason) -> AnyReason:
@@ -165,7 +165,7 @@ def find_root_error(reason: AnyReason) -> AnyReason:
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without its traceback, rank, location and output, to compare errors."""
+    """Return the error that ended an attempt, for comparisons: without its traceback, rank, location and output."""
     error = find_root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
@@ -198,7 +198,7 @@ _LIBRARY_PATH = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]pyth
 def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
     """Return the innermost line of the user's code in a traceback or a faulthandler dump, such as `train.py:9`.
 
-    Without user code, return the innermost line outside of this package. In a dump, the newest frame comes first.
+    Without user code, return the innermost line outside of this package. A dump has the newest frame first.
     """
     frames = [frame for frame in _FRAME_PATTERN.findall(trace) if not _NON_USER_PATH.search(frame[0])]
     users = [frame for frame in frames if not _LIBRARY_PATH.search(frame[0])] or frames
@@ -222,7 +222,7 @@ _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _Formatter(string.Formatter):
-    """Formats like `str.format`, with `_FORMATS`, and with forms for a number: `one|many`, or `none|one|many: #`."""
+    """Formats like `str.format`, with `_FORMATS`, and with words by number: `one|many`, or `none|one|many: #`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")
@@ -272,15 +272,15 @@ _SENTENCES: Mapping[str, str] = {
         _RESULT + "rank {rank} of {ranked}, {quota:none continues|the best continues|the best # continue}"
     ),
     "cutoff": _RESULT + "needed {metric} = {cutoff:g} or better, judging by {judges:trial|trials} before it",
-    "median": "at best {metric} = {best:g} by step {step}: {count} others average {metric} = {median:g} (median)",
+    "median": "its best {metric} by step {step} is {best:g}; {count} other trials' averages have the median {median:g}",
     "exploit": (
-        "{metric} = {value:g} at step {step} is among the worst, "
-        "{metric} = {source_value:g} at step {source_step} among the best"
+        "{metric} = {value:g} at step {step} is among the worst; "
+        "the other trial's {metric} = {source_value:g} at step {source_step} is among the best"
     ),
     "turn-over": "paused at step {step}: another trial's turn",
     "waits-for-others": "waits at step {step} for <{others} >other trials to compare with",
     "waits-for-slot": "continues to step {step} once a slot is free",
-    "pruner": "{name} at {metric} = {value:g}",
+    "pruner": "decided by {name} at {metric} = {value:g}",
     # The search ends, or starts no more trials.
     "failed-trials": "{count:trial has|trials have} errored; the limit is MaxFailures({limit})",
     "trial-budget": "the trial budget of {limit} is spent",
@@ -288,7 +288,7 @@ _SENTENCES: Mapping[str, str] = {
     "search-plateau": "{metric} of the best {top} trials has settled: ± {spread:g}",
     "time-budget": "the time budget of {seconds:span} is spent",
     "fail-fast": "trial {trial} errored, and fail_fast ends the experiment: {error:line}",
-    "same-errors": "{count} trials errored before their second step, all with: {error:line}; fail_fast=False continues",
+    "same-errors": "{count} trials errored before step 2, all with: {error:line}; to continue, set fail_fast=False",
     "stop-request": "stopped by {by}<: {text}>",
     "stopped-on-resume": "stopped, as chosen on Resume",
     "stop-unreadable": "{error}",
@@ -318,12 +318,12 @@ _SENTENCES: Mapping[str, str] = {
         "< (process {process}, {process_bytes:size} in its last sample)>"
     ),
     "thread-ended": "runs in a thread, which has ended",
-    "thread-runs": "runs in a thread, which still runs: a thread cannot be killed",
+    "thread-runs": "runs in a thread, which still runs, because a thread cannot be killed",
     "process-kept": "waits for another trial",
     "rank-vanished": "(process {process}) was killed, or called os._exit",
     "rank-elsewhere": "is on node {node}, and ends with the attempt",
     "node-lost": "is on node {node}, which is lost: {error:reason}",
-    "node-silent": "the connection to node {node} was closed, or was silent for {seconds:g} s: the node is lost",
+    "node-silent": "the connection to node {node} was closed, or was silent for {seconds:g} s; the node is lost",
     "node-unreadable": "node {node} sent an unreadable message: {error}",
     "node-not-started": "its processes did not start on node {node}: {error}",
     "node-not-needed": "the attempt has ended, has begun without this node, or has another process for this node",
@@ -344,8 +344,8 @@ _SENTENCES: Mapping[str, str] = {
     "no-checkpoint": "asked to stop; no checkpoint within the grace period of {seconds:g} s",
     "interrupted-twice": "interrupted twice, and killed",
     "launcher-returned": (
-        "the trial's own process returned before rank 0, which it had started: was its launcher killed? Wait for the "
-        "launcher, and raise if it fails, like subprocess.run(..., check=True). Rank 0 was killed {seconds:g} s later"
+        "the trial's own process returned before rank 0, which it had started; perhaps the launcher was killed. Wait "
+        "for it, and raise if it fails, like subprocess.run(..., check=True). Rank 0 was killed {seconds:g} s later"
     ),
     "ranks-missing": "{ranks:ranks} of {world_size} did not join the trial within {seconds:g} s of the first rank",
     "ranks-left-save": "{ranks:ranks} ended before step {step}, for which rank 0 reported a checkpoint",
@@ -354,7 +354,7 @@ _SENTENCES: Mapping[str, str] = {
     "part-missing": "{error}",
     "metrics-late": "{ranks:ranks} did not report step {step} within {seconds:g} s",
     "surplus-report": (
-        "rank {rank} reported step {step} after rank 0 had ended: since the surplus report, each mean is of different "
+        "rank {rank} reported step {step} after rank 0 had ended: since a surplus report, each mean mixes different "
         "steps. Call pt.report once per step on every rank"
     ),
     # What to do about an error.

@@ -1,4 +1,4 @@
-"""Reject earlier names of public methods, attributes and functions; the error names the new name."""
+"""Reject the old names of public methods, attributes and functions; the error tells the new name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class RenamedMembers:
-    """A class with renamed members. A subclass that defines an old name, and code that reads one, get an error."""
+    """Base class of classes with renamed members; to define an old name in a subclass, or to read it, is an error."""
 
     __slots__ = ()
     _renamed: ClassVar[Mapping[str, str]] = {}
-    """The new names by the old names."""
+    """The new name of each old name."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -28,11 +28,11 @@ class RenamedMembers:
 
 
 def make_module_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__`. For a function's old name in `renamed`, its error names the new name."""
+    """Return a `__getattr__` for `module`. For an old name in `renamed`, it raises an error that tells the new name."""
 
     def get_attribute(name: str) -> Any:
         if new := renamed.get(name):
-            raise ImportError(f"{module}.{name} is now called {new}")  # an AttributeError would lose its message
+            raise ImportError(f"{module}.{name} is now called {new}")  # imports replace an AttributeError's message
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get_attribute

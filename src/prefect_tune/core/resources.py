@@ -1,4 +1,4 @@
-"""Resources of a trial and of a machine, and a machine's slots for trials with equal needs."""
+"""The resources of a trial and of a machine, and the slots of a machine for trials that need equal resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.metrics import is_number, short_repr, to_plain_scalar
 
 Processes: TypeAlias = int | tuple[int, int]
-"""The number of processes of a trial; or a minimum and a maximum for an attempt with one process per device."""
+"""The number of processes of a trial; or their minimum and maximum number, if there is one process per device."""
 
 MAX_PROCESSES = 1024
 """The maximum number of ranks of a trial on one machine."""
@@ -20,7 +20,7 @@ _RESOURCE_NAMES = ("cpu", "gpu")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The CPUs and GPUs of a trial: a whole number, or a fraction of a device that several trials share."""
+    """The CPUs and GPUs of a trial: whole numbers, or fractions below 1 of a device that several trials share."""
 
     cpu: float = 1
     gpu: float = 0

@@ -1,8 +1,8 @@
 """Read and verify checkpoints; distinguish damage from deletion; adopt saves that were not journaled.
 
-If objects are missing, the owner may have retired and deleted them. Each deletion follows an entry of the journal, but
-a reader may have an older state. So a missing or altered manifest or blob counts as damage only if the journal, when it
-is read again, still needs the object.
+If an object is missing, the owner may have retired and deleted it. Each deletion follows an entry of the journal, but
+the state that a reader has may be older than this entry. So a missing or altered manifest or blob counts as damage only
+if the journal, when it is read again, still needs the object.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """The given state of the trial is outdated: some checkpoints in it were retired. Repeat the call with `current`."""
+    """The given state of the trial is outdated, as some of its checkpoints were retired. Call again with `current`."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.id!r}: checkpoints that this call needed are retired in the journal")
@@ -69,10 +69,10 @@ def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
 def raise_damage_or_outdated(
     store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]
 ) -> None:
-    """Raise the damage of the first of the `bad` checkpoints that the trial still needs according to the journal.
+    """Read the journal again; raise the damage of the first of the `bad` checkpoints that is still needed.
 
     Raises:
-        CheckpointCorrupt: this checkpoint is live, or a clone needs its bytes.
+        CheckpointCorrupt: the checkpoint is live, or a clone needs its bytes.
         OutdatedStateError: none of the checkpoints is needed any more.
         Superseded: the experiment is being deleted, or was deleted.
     """
@@ -121,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`; None without a key or an undamaged manifest, so that no save reuses its bytes."""
+    """Return the manifest of `key`, whose bytes a save may reuse; None if there is no key or no intact manifest."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -131,9 +131,9 @@ def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Mani
 def find_damaged_checkpoints(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
-    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with this damage.
+    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with the blob's damage.
 
-    Checkpoints with an unreadable manifest are left out: a restore reports the damage of the manifest.
+    Checkpoints with an unreadable manifest are left out, because their restore reports the damage of the manifest.
     """
 
     def find_damage(key: CheckpointKey) -> tuple[CheckpointKey, str | None]:
@@ -150,8 +150,8 @@ def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> Non
     """Write every byte of `manifest` to `sink`; each chunk is verified before it is written.
 
     Raises:
-        CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read. The checkpoint was not
-            retired, or the caller has no permission to read the journal.
+        CheckpointCorrupt: bytes are missing or differ from their digest, also in a second read. Either the checkpoint
+            was not retired, or the caller cannot read the journal to find out.
         CheckpointNotFound: during the read, the checkpoint was retired, or its experiment was deleted.
     """
     try:
@@ -161,11 +161,11 @@ def restore_files(store: ObjectStore, manifest: Manifest, sink: FileSink) -> Non
         try:
             if not _is_checkpoint_deletable(store, manifest.key):
                 raise
-        except (StoreRefused, UnknownVersion):  # the caller may read only the checkpoint: report the damage
+        except (StoreRefused, UnknownVersion):  # the journal cannot be read, so report the damage
             raise damage from None
         raise CheckpointNotFound(
-            f"{manifest.key.folder}: deleted while it was read: its trial has retired it, or its experiment is being "
-            "deleted; choose a checkpoint that is listed"
+            f"{manifest.key.folder}: this checkpoint was deleted while it was read, because its trial has retired it, "
+            "or its experiment is being deleted; choose a checkpoint that is still listed"
         ) from damage
 
 
@@ -186,7 +186,7 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
     )
 
 
-# Adopt saves that the last owner did not finish: the manifest exists, but the journal entry was never written.
+# Adopt saves that the last owner did not finish: saves with a manifest, but without an entry in the journal.
 #
 # A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it visible. An
 # owner that dies between them leaves a complete checkpoint that no entry names. The next owner looks for it before it
@@ -194,8 +194,8 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 #
 # The sequence increases with each save of a trial and with each attempt. So the sequence of the last attempt's
 # unjournaled save is at least the trial's `adopted_up_to`. Once an entry has adopted this save, or has recorded that no
-# save exists, no other save from before this entry can become a checkpoint. Saves of earlier attempts are not adopted:
-# their owner had abandoned them. An attempt with an open outbox posts its saves itself.
+# save exists, no other save from before this entry can become a checkpoint. Saves of earlier attempts are not adopted,
+# because their owner had abandoned them; nor are those of an attempt with an open outbox, which posts them itself.
 
 
 def make_adoption_events(
@@ -207,11 +207,11 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    These attempts run without an outbox. They belong to `trials`, or to all trials if a new owner adopts. Of each
-    attempt, the newest save with a manifest but no entry becomes a checkpoint. The reports in the manifest count, and
-    the attempt ends as a failure of the machine. A save with a damaged manifest is quarantined, and the previous save
-    is tried. A save that is not adopted here never becomes a checkpoint. The function writes nothing, so a crash before
-    the caller writes the entry has no effect. `last` holds the newest reports in the last owner's live status.
+    Only running attempts without an outbox count: those of `trials`, or, for a new owner (None), of all trials. Of each
+    attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
+    journaled. The attempt ends with the cause `MACHINE`. A save with a damaged manifest is quarantined, and the
+    previous save is tried. A save that is not adopted here never becomes a checkpoint. This function writes nothing, so
+    a crash before the caller writes the events has no effect. `last` is from the last owner's live status.
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]
@@ -239,7 +239,7 @@ def make_adoption_events(
 def _find_unjournaled_save(
     store: ObjectStore, experiment: Experiment, trial: Trial
 ) -> tuple[Manifest | None, Sequence[CheckpointQuarantined]]:
-    """Return the newest unjournaled save of a trial's last attempt, and the newer, damaged saves."""
+    """Return the newest intact, unjournaled save of a trial's last attempt; quarantine the damaged saves after it."""
     damaged: list[CheckpointQuarantined] = []
     folder = experiment.trial_key(trial.id)
     keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints_folder))
@@ -253,9 +253,9 @@ def _find_unjournaled_save(
             continue  # deleted after the listing by a process that was presumed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # no attempt wrote it; to quarantine it would reject all saves with a lower sequence
+                continue  # no attempt wrote it, and a quarantine of it would reject saves with a lower sequence
             damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
-        if manifest.metadata.attempt == trial.attempt:  # the owner has abandoned the saves of earlier attempts
+        if manifest.metadata.attempt == trial.attempt:  # saves of earlier attempts were abandoned by their owner
             return manifest, damaged
     return None, damaged

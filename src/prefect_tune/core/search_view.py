@@ -1,7 +1,7 @@
 """The live view of a search: its attempts with their newest reports, counts, the best trial, curves and costs.
 
 Each event is applied once, to one `SearchView`. The view feeds the table, notebooks, reports, artifacts, log lines, the
-live status and Prefect events. No decision and no resume uses the view.
+live status and Prefect events. It has no effect on decisions or resumes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""Without an objective, the number of metrics with large panels: the first numbers of a report."""
+"""The number of metrics with large panels if there is no objective; they are the first numbers of a report."""
 _OTHER_METRIC_COUNT = 12
 """The number of other metrics with curves. Of further metrics, only the names are kept."""
 _OTHER_POINT_COUNT = 24
@@ -48,7 +48,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step. Above `max_points`, only the first, the last, and every second, fourth, … number are kept."""
+    """Numbers by step. If more than `max_points`, only the first, the last and every second (fourth, …) are kept."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
@@ -60,7 +60,7 @@ class Series:
         self._points_since_kept = 1
 
     def add_point(self, step: float, value: float) -> None:
-        """Add the next number; ignore a step that is not later. To replace steps, call `truncate_after` first."""
+        """Add a number, if its step is later than the last step. To replace steps, call `truncate_after` first."""
         if self._steps and step <= self._steps[-1]:
             return
         if self._points_since_kept < self._stride and len(self._steps) > 1:
@@ -109,7 +109,7 @@ class OwnershipPeriod:
     owner: Owner
     began_at: datetime
     last_entry_at: datetime
-    """The time of its last journal entry."""
+    """The time of the run's last journal entry."""
     trial_count: int = 0
     """The number of trials that the run added."""
     sample_count: int = 0
@@ -125,13 +125,13 @@ class AttemptPeriod:
     began_at: datetime
     from_step: int
     step: int
-    """The largest step that the attempt reported."""
+    """The last step that the attempt reported; `from_step` before its first report."""
     owner: Owner | None
     last_event_at: datetime
     is_earlier: bool = False
     """Whether an earlier run started the attempt."""
     is_abandoned: bool = False
-    """Whether another owner has taken over. The attempt counts as ended at its last event; its outcome is unknown."""
+    """Whether another owner took over before the attempt's end was known; it counts as ended at its last event."""
     report: StepReport | None = None
     """The newest report while the attempt runs; None before its first step."""
     reported_at: datetime | None = None
@@ -139,7 +139,7 @@ class AttemptPeriod:
     """The longest time between two reports, or before the first report."""
     ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The drawn status: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure that is not the machine's."""
+    """The status to draw: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure that is not the machine's."""
     is_lost: bool = False
     """Whether the attempt ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
@@ -157,7 +157,7 @@ class StorageCosts:
     commit_count: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
-    """The bytes of the commits for which the next two fields are known."""
+    """The bytes of those commits whose uploaded bytes and upload time are known."""
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
@@ -223,11 +223,11 @@ class SearchView:
         self._counts = RunCounts()
         self._run_began = _EPOCH
         self._is_complete = True
-        self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report; whether inherited
+        self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report, with whether it is inherited
         self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run. Events of earlier runs no longer count; lost steps are no longer compared."""
+        """Begin the present owner's run: from now on, earlier events do not count, and lost steps are not compared."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)
@@ -248,7 +248,7 @@ class SearchView:
             self.apply_event(event, parse_time(entry.at) or _EPOCH)
 
     def apply_event(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
-        """Apply the next event, and the state after the event. `at` is the event's time in the journal."""
+        """Apply the next event. `at` is its time in the journal, and `experiment` the state after it, if known."""
         self._experiment, counts = experiment or self._experiment, self._counts
         self._dispatch_event(event, at)
         if experiment is not None and isinstance(
@@ -355,7 +355,7 @@ class SearchView:
         return self._attempts[index] if index is not None and self._attempts[index].is_running else None
 
     def _update_attempt(self, trial: str, **changes: object) -> None:
-        """Change the newest attempt of a trial unless it has ended."""
+        """Change the newest attempt of a trial, if the attempt has not ended."""
         index = self._newest.get(trial)
         if index is not None and self._attempts[index].ended_at is None:
             self._attempts[index] = replace(self._attempts[index], **changes)  # type: ignore[arg-type]  # its fields
@@ -366,7 +366,7 @@ class SearchView:
         self._attempts.append(attempt)
 
     def _start_attempt(self, event: AttemptStarted, at: datetime) -> None:
-        """Begin an attempt, but not before the trial's previous attempt ended: the clocks of machines differ."""
+        """Begin an attempt, at the end of the previous attempt or later, even if their machines' clocks differ."""
         trial, free_at = event.trial, _EPOCH
         self._end_attempt(trial, Cause.MACHINE, at)
         if (index := self._newest.get(trial)) is not None:

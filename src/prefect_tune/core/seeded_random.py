@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a seed and a purpose: a resume has no generator state to restore."""
+"""Random numbers as pure functions of a seed and a purpose, so that a resume has no generator state to restore."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _MANTISSA_BITS = 53  # the precision of a float
 
 
 def seed_from_name(name: str) -> int:
-    """Return the seed of an experiment with this name, if the user passes no seed."""
+    """Return the seed that an experiment with this name uses if the user passes none."""
     return int(hash_bytes(name.encode())[:8], 16)
 
 
 def draw_uniform(seed: int, *purpose: str | int) -> float:
-    """Return a number in [0, 1): each multiple of 2^-53 is equally likely."""
+    """Return a number in [0, 1); each multiple of 2^-53 is equally likely."""
     return draw_integer(1 << _MANTISSA_BITS, seed, *purpose) / (1 << _MANTISSA_BITS)
 
 
 def draw_integer(below: int, seed: int, *purpose: str | int) -> int:
-    """Return an integer in [0, below): a 256-bit hash modulo `below`; the bias is below 2^-190 for `below` < 2^64."""
+    """Return an integer in [0, below), a 256-bit hash modulo `below`. If `below` < 2^64, the bias is under 2^-190."""
     return int.from_bytes(blake3(canonical_json([seed, *purpose])).digest()) % below

@@ -14,15 +14,15 @@ from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.values import Message, Value, parse_time
 
 _MAX_SECONDS = 1e9
-"""30 years: a wall-clock time so far in the future is still valid."""
+"""About 30 years; a wall-clock time that far in the future is still valid."""
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, by phase. Each second is in one phase. Of several ranks, only rank 0 counts."""
+    """The seconds of an attempt so far, each of them in one phase. With several ranks, only rank 0 counts."""
 
     start: Seconds = 0.0
-    """The time before the trainable is loaded, except the restore: the journal, the process, the import, `setup`."""
+    """The time before the trainable is loaded (journal, process, import, `setup`), except the restore."""
     restoring: Seconds = 0.0
     """The time of the download of the checkpoint, and of `load_checkpoint`."""
     training: Seconds = 0.0
@@ -31,14 +31,14 @@ class PhaseSeconds(Value):
     waiting: Seconds = 0.0
     """The time in which training waited for a decision of the search."""
     ending: Seconds = 0.0
-    """The time from the last message of the trial to the entry of its end."""
+    """The time from the last message of the trial to the journal entry that ends the attempt."""
 
     @property
     def total(self) -> float:
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
     def with_added_seconds(self, phase: str, seconds: float) -> Self:
-        """Return a copy with `seconds` added to `phase`, within valid limits: a trial may report any number."""
+        """Return a copy with `seconds` added to `phase`, within valid limits, since a trial may report any number."""
         return self.model_copy(update={phase: min(_MAX_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
 
@@ -56,12 +56,12 @@ class AttemptUsage(Value):
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
-    """CPU time of its processes since the trainable was loaded; None if the attempt ended before the second sample."""
+    """CPU time of its processes since the first sample, when the trainable was loaded; None without a second sample."""
     peak_memory_bytes: int | None = None
-    """The highest sample of the total resident memory of its processes."""
+    """The highest sample of the resident memory of all its processes together."""
     mean_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
-    """The highest sample of the used memory of its visible GPUs."""
+    """The highest sample of the memory in use on all its visible GPUs together."""
     mean_gpu_utilization: float | None = None
     """The mean utilization of its visible GPUs, from 0 to 1."""
     output: Message = ""
@@ -86,7 +86,7 @@ class AttemptRecord(Value):
     term: int = 0
     """The term of the owner when the attempt began; 0 if unknown."""
     slot_term: int = 0
-    """The term of the owner that freed the slot; differs from `term` if the attempt outlived its search."""
+    """The term of the owner that freed the slot; differs from `term` if a new owner has taken over."""
     slot_at: str | None = None
     """The time at which the attempt got its slot, by the clock of the run; None until the slot is freed."""
     slot_seconds: Seconds = 0.0
@@ -99,7 +99,7 @@ class AttemptRecord(Value):
     """The usage at the end of the attempt; None if the attempt runs or was lost."""
     has_ended: bool = False
     is_lost: bool = False
-    """Whether the training after the last commit is lost: the same steps are trained again."""
+    """Whether the training after the last commit is lost, so that its steps must be trained again."""
 
     def with_commit(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
         """Return the record after a commit; `trained_seconds` is the training time since the last commit.
@@ -114,7 +114,7 @@ class AttemptRecord(Value):
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
         seconds = usage.seconds if usage else self.seconds.with_added_seconds("training", trained_seconds)
         if usage and usage.output:
-            usage = usage.model_copy(update={"output": ""})  # only the event has the output
+            usage = usage.model_copy(update={"output": ""})  # the output stays in the event only
         return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})
 
 
@@ -145,14 +145,14 @@ def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> 
 
 
 def extend_previous_run(runs: tuple[RunRecord, ...], at: str | None) -> tuple[RunRecord, ...]:
-    """Return the records after a change of owner: the run before the last run was still active at `at`."""
+    """Return the records after a change of owner; the run before the last run was still active at `at`."""
     if at is None or len(runs) < 2:
         return runs
     return (*runs[:-2], _extend_run(runs[-2], parse_time(at), 0.0), runs[-1])
 
 
 def _extend_run(run: RunRecord, begin: datetime | None, seconds: float) -> RunRecord:
-    """Return the run; its end moves to `seconds` after `begin` if this is later. An unreadable time changes nothing."""
+    """Return `run`; its end becomes `seconds` after `begin` if that is later. An unreadable time changes nothing."""
     last_known = parse_time(run.ended_at or run.began_at)
     if begin is None or last_known is None or (begin - last_known).total_seconds() + seconds <= 0:
         return run

@@ -34,7 +34,7 @@ MAX_LIVE_PERIOD_SECONDS = 24 * 3600.0
 """The maximum time between two live statuses."""
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _MAX_SAFE_BRACKETS = 100
-"""JSON with at most this many opening brackets is never nested too deeply for readers: each bracket opens a level."""
+"""JSON with at most this many opening brackets is never nested too deeply, since each bracket opens only one level."""
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -52,11 +52,11 @@ class Value(BaseModel):
         object.__setattr__(self, "__pydantic_fields_set__", _field_names(type(self)))
 
     def __dir__(self) -> Iterable[str]:
-        """Return the class's own names, without pydantic's methods, for completion."""
+        """Return the class's own names, without pydantic's methods, for tab completion."""
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`. It adds the updated names to the set of fields; the shared set already has them."""
+        """Copy for `model_copy`, and share the set of fields: the names that `model_copy` adds are already in it."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -86,18 +86,18 @@ def _to_integer(value: object) -> object:
 
 NUMBER_VALIDATOR = BeforeValidator(_to_number)
 INTEGER_VALIDATOR = BeforeValidator(_to_integer)
-"""For types with bounds: `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`. Forms ignore bounds after the validator."""
+"""Put this validator after bounds, as in `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`: forms ignore later ones."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
-"""A parameter of this type is a finite number of Python or NumPy, or its text from JSON or YAML; not a bool."""
+"""A finite number of Python or NumPy, or the text of a number, as it comes from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
-"""The type of a parameter that is an integer, like `Number`; 3.0 is not an integer."""
+"""An integer in the same forms as `Number`; 3.0 is not an integer."""
 
 
 class HasJsonForm:
     """An option that is an object in code, and has a JSON form for deployments, forms and the journal.
 
-    Prefect's client sends parameters through pydantic, which would write a dataclass as a dict of its fields: without
-    the class, the receiver would read a distribution as a constant. The serializer of this class sends the JSON form.
+    Prefect's client sends parameters through pydantic, which would write a dataclass as a dict of its fields. Such a
+    dict does not name the class, so a distribution would arrive as a constant. The serializer below prevents this.
     """
 
     __slots__ = ()
@@ -121,14 +121,14 @@ class HasJsonForm:
 
 
 class WriteStamp(Value):
-    """The id and the time of one write. The caller makes the stamp: the core uses neither randomness nor a clock."""
+    """The id and the time of one write. The caller makes both, since the core uses neither randomness nor a clock."""
 
     write_id: str
     at: str
 
 
 class StepReport(Value):
-    """The metrics of a step, and the trial's training time up to the step: of all attempts, without lost steps."""
+    """The metrics of a step, and the trial's training time up to that step (all attempts, without lost steps)."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -190,8 +190,8 @@ def canonical_json(value: object) -> bytes:
     """Encode `value` so that equal values give equal bytes.
 
     Raises:
-        ValueError: the value has a NaN, an infinity, a lone surrogate or more than about 200 levels: readers of JSON
-            reject them.
+        ValueError: the value has a NaN, an infinity, a lone surrogate or more than about 200 levels; readers of JSON
+            reject all of these.
         TypeError: the value contains something else that JSON cannot represent.
     """
     text = _ENCODER.encode(value)
@@ -201,7 +201,7 @@ def canonical_json(value: object) -> bytes:
 
 
 def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error: type[Exception], where: str) -> _Model:
-    """Decode `data` as `model`; raise `error` with `where`, the field and the problem if it is invalid."""
+    """Decode `data` as `model`; if `data` is invalid, raise `error` with `where`, the field and the problem."""
     try:
         return model.model_validate_json(bytes(data))
     except ValidationError as invalid:
@@ -211,10 +211,10 @@ def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error:
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return a validator's `TuneError` if there is one; otherwise the innermost error of the first field.
+    """Return the `TuneError` that a validator raised; without one, the innermost error of the first field.
 
     Args:
-        invalid: the error of pydantic. An invalid text is not shown, because it may be a secret.
+        invalid: the error of pydantic. The result does not show an invalid text, which may be a secret.
         within: the parameter that contains the invalid value.
     """
     errors = invalid.errors(include_url=False)

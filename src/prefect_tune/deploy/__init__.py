@@ -1,1 +1,1 @@
-"""Deployments and automations: their specifications, and applying them to a Prefect server."""
+"""Deployments and automations: their specifications, and their installation on a Prefect server."""

@@ -1,8 +1,8 @@
 """The Prefect automations of this package: their triggers and actions, and their installation.
 
-Two automations restart runs whose process was killed. Prefect's own *retries* cannot do this: the process that would
-retry no longer exists. The other automations are alerts on events of this package (`prefect_tune.core.prefect_events`)
-and on failed runs; the user chooses their actions at installation.
+Two automations restart runs whose process was killed. Prefect's own *retries* cannot do this, because the process that
+would retry no longer exists. The other automations are alerts on failed runs and on events of this package
+(`prefect_tune.core.prefect_events`); the user chooses the actions of alerts at installation.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _END_EVENTS = ("Completed", "Failed", "Cancelled", "Cancelling", "Suspended", "P
 
 @dataclass(frozen=True, slots=True)
 class AutomationSpec:
-    """An automation."""
+    """An automation that this package can install."""
 
     name: str
     description: str
     trigger: EventTrigger
     action: ActionTypes | None = None
-    """None for an alert: the user chooses its actions at installation. An alert without an action is switched off."""
+    """None for an alert, whose actions the user chooses at installation. An alert without an action is switched off."""
     message: str = ""
-    """The message of an alert, a Prefect template."""
+    """The text of an alert's notification, a template that Prefect renders; empty for other automations."""
 
     @property
     def is_alert(self) -> bool:
@@ -80,14 +80,14 @@ def make_automation_specs(heartbeat_window: timedelta) -> Mapping[str, Automatio
     """Return all automations by their names.
 
     Args:
-        heartbeat_window: time without a heartbeat after which a run is marked as crashed; at least two intervals.
+        heartbeat_window: time without a heartbeat (at least two intervals) after which a run is marked as crashed.
     """
-    # A crash is reported by the runner and, some seconds later, by its worker. A restart between both reports would
-    # start two processes of the run, so the automation waits. It excludes trials: the search restarts their attempts.
+    # The runner and, some seconds later, its worker report a crash. A restart between the two reports would start two
+    # processes of the run, so the automation waits. It excludes trials, whose attempts the search restarts itself.
     restart = AutomationSpec(
         f"{_PREFIX}restart a crashed run",
-        f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_RESTART_DELAY.seconds} s, as the same run: it "
-        "resumes from its last commit. If the old process is still running, only one of the two can commit.",
+        f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_RESTART_DELAY.seconds} s, as the same run, "
+        "which resumes from its last commit. If the old process is still running, only one of the two can commit.",
         _make_silence_trigger(
             [_TAGGED_RUNS, {"prefect.resource.role": "flow", "prefect.resource.name": f"!{_TRIAL_FLOW}"}],
             after="Crashed",
@@ -101,8 +101,8 @@ def make_automation_specs(heartbeat_window: timedelta) -> Mapping[str, Automatio
     seconds = f"{heartbeat_window.total_seconds():g} s"
     mark_crashed = AutomationSpec(  # a lost machine cannot report a crash
         f"{_PREFIX}mark a run without heartbeats as crashed",
-        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {seconds} without a heartbeat: its machine is "
-        "lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat interval.",
+        f"Marks a run of a deployment tagged {_TAG!r} as Crashed after {seconds} without a heartbeat, since its "
+        "machine is lost. PREFECT_FLOWS_HEARTBEAT_FREQUENCY sets the heartbeat interval.",
         _make_silence_trigger(
             [_TAGGED_RUNS],
             after="heartbeat",
@@ -121,7 +121,7 @@ _TAGGED_RUNS: _Labels = {"prefect.resource.role": "tag", "prefect.resource.id": 
 def _make_silence_trigger(
     related: list[_Labels], *, after: str, expect: Sequence[str], within: timedelta
 ) -> EventTrigger:
-    """Return a trigger that fires if no expected event of a flow run follows the event `after` in the time `within`."""
+    """Return a trigger that fires if no event of `expect` follows a flow run's event `after` in the time `within`."""
     return EventTrigger(
         posture=Posture.Proactive,
         match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -144,7 +144,7 @@ _PACKAGE_EVENTS = {"prefect.resource.id": f"{_TAG}.*"}
 _ALERTS = (
     _make_alert_spec(
         "alert on a damaged checkpoint",
-        "A committed checkpoint is damaged. Training resumes from the one before it; check the target.",
+        "A committed checkpoint is damaged. Training resumes from the previous checkpoint; check the target.",
         _INTRO + "a checkpoint of trial {{ event.payload.trial }} is damaged, and was quarantined: "
         "{{ event.payload.reason }}",
         {"prefect-tune.checkpoint-quarantined"},
@@ -159,13 +159,13 @@ _ALERTS = (
     ),
     _make_alert_spec(
         "alert on a trial without reports",
-        "A trial has not reported for five times its longest gap between reports, and at least 5 minutes.",
+        "A trial has not reported for five times its longest gap between reports, and for at least 5 minutes.",
         _INTRO + "trial {{ event.payload.trial }} has not reported for {{ event.payload.silent_seconds }} s",
         {TrialStalled.name},
         match=_PACKAGE_EVENTS,
     ),
-    # Also for a run that fails before it has an experiment: such a run emits no package event. Runs are matched by
-    # flow, not by tag: otherwise attempts of trials, and flows that call `pt.tune`, would send more alerts.
+    # Triggered by Prefect's event, since a run that fails before it has an experiment emits no event of this package.
+    # Runs are matched by flow, not by tag, so that attempts of trials and flows that call `pt.tune` send no alerts.
     _make_alert_spec(
         "alert on a failed run",
         "A run ended with an error. No automation restarts it: fix the cause first.",
@@ -212,22 +212,22 @@ def install_automations(
     """Install automations on the Prefect server, or update existing ones; return their names.
 
     Automations are matched by name; other automations are not changed. Installing twice is the same as installing once.
-    An alert without an action is switched off. An update does not switch other automations on or off, and keeps an
-    alert's actions unless `notify` or `run` is passed.
+    An alert without an action is switched off. An update never switches an automation with an action on or off, and
+    replaces an alert's actions only if `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
         notify: the notification block that sends alerts, such as `"slack-webhook/alerts"`.
         run: the deployment that alerts run, such as `"evaluate/nightly"`. Without `run` and `notify`, a new alert
             is switched off: add an action in the UI, and switch the alert on.
-        parameters: parameters of that deployment; texts may be templates, such as `"{{ event.payload.experiment }}"`.
+        parameters: parameters of deployment `run`; texts may be templates, such as `"{{ event.payload.experiment }}"`.
         heartbeat_window_seconds: seconds without a heartbeat after which a run is marked as crashed. Default: three
-            heartbeat intervals (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, default 180 s; use the same value for the runs).
+            heartbeat intervals (`PREFECT_FLOWS_HEARTBEAT_FREQUENCY`, 180 s if unset; the runs need the same value).
 
     Raises:
         InvalidInput: an automation, block or deployment does not exist, or no Prefect server is configured. Nothing
             was installed.
-        TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
+        TuneError: the server did not answer, or refused the request, for example because the role or plan forbids it.
     """
     window = _make_heartbeat_window(heartbeat_window_seconds)
     installed = install_specs(_select_specs(names, window), notify=notify, run=run, parameters=parameters)
@@ -242,11 +242,11 @@ def install_specs(
     parameters: Mapping[str, Any] | None = None,
     without_action: Literal["switch off", "leave out"] = "switch off",
 ) -> Sequence[InstalledAutomation]:
-    """Install automations; return the installed automations. For other arguments and errors see `install_automations`.
+    """Install `specs`, and return what is installed. For the other arguments and errors, see `install_automations`.
 
     Args:
-        specs: the automations. Default: all.
-        without_action: whether a new alert without an action is installed, but switched off, or is not installed.
+        specs: the automations to install. Default: all.
+        without_action: whether a new alert without an action is installed switched off, or is not installed at all.
     """
     specs = _select_specs(None, _make_heartbeat_window(None)) if specs is None else specs
     with open_server_client("automations") as client:
@@ -257,11 +257,11 @@ def install_specs(
 
 
 def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[str]:
-    """Remove installed automations: all, or only `names`; return the names of the removed automations.
+    """Remove this package's automations, or only those in `names`; return the names of the removed automations.
 
     Raises:
-        InvalidInput: this package has no automation of a name in `names`, or no Prefect server is configured.
-        TuneError: the server did not answer, or refused: for example, the role or plan forbids automations.
+        InvalidInput: `names` contains an unknown name, or no Prefect server is configured.
+        TuneError: the server did not answer, or refused the request, for example because the role or plan forbids it.
     """
     removed = []
     with open_server_client("automations") as client:
@@ -274,7 +274,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
 
 def _delete_automation(client: SyncPrefectClient, automation: Automation) -> None:
-    """Delete an automation; another process, or a request whose response was lost, may have deleted it already."""
+    """Delete an automation, which another process, or a request whose response was lost, may already have deleted."""
     try:
         client.delete_automation(automation.id)
     except PrefectHTTPStatusError as error:
@@ -354,7 +354,7 @@ def _install_automation(
         first, *duplicates = installed
         for duplicate in duplicates:  # created by concurrent installations
             _delete_automation(client, duplicate)
-        # Prefect Cloud may have types of actions that this version of Prefect does not know.
+        # Every action except DoNothing counts: Prefect Cloud may have types that this version of Prefect lacks.
         is_active = first.enabled if _has_action(first.actions) else is_active
         automation = _make_automation(spec, actions or first.actions, enabled=is_active)
         if automation.model_dump(include=_FIELDS) != first.model_dump(include=_FIELDS):  # an update resets the trigger

@@ -1,4 +1,4 @@
-"""The deployable flows and the specifications of deployments, as plain values; `prefect.yaml` repeats them."""
+"""The deployable flows and the specifications of deployments, as plain values; `prefect.yaml` lists the same flows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.values import validate_name
 
 TAG = "prefect-tune"
-"""The tag of every deployment and of its runs: automations match runs by this tag."""
+"""The tag of every deployment and of its runs; automations match runs by this tag."""
 CollisionStrategy: TypeAlias = Literal["cancel-new", "enqueue"]
 
 
@@ -23,12 +23,12 @@ class DeployableFlow:
     name: str
     """The name of the flow, and of its deployment."""
     entrypoint: str
-    """A dotted path: a file path would load a second copy of the module, with other classes."""
+    """A dotted path, because a file path would load a second copy of the module, with different classes."""
     description: str
     concurrency_limit: int | None = None
     """The maximum number of concurrent runs; None for no limit."""
     has_experiment: bool = True
-    """Whether the parameter `experiment` names the one experiment of a run."""
+    """Whether a run has exactly one experiment, which the parameter `experiment` names."""
 
     @property
     def module(self) -> str:
@@ -84,7 +84,7 @@ DEPLOYABLE_FLOWS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "train-trial",
         "prefect_tune.flows.train_trial.train_trial",
-        'Run one attempt of a trial. Searches with trials="deployment" start it; do not start it by hand.',
+        'Run one attempt of a trial. Searches with trials="deployment" start this flow; do not start it yourself.',
         has_experiment=False,
     ),
 )
@@ -152,7 +152,7 @@ def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Seq
 
 
 def _make_trial_deployment_parameter(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
-    """Return the parameter for `tune` that names the `train-trial` deployment with the same prefix."""
+    """Return the parameter that makes `tune` use the `train-trial` deployment with this prefix; {} for other flows."""
     return {"trial_deployment": f"train-trial/{prefix}train-trial"} if prefix and flow.name == "tune" else {}
 
 
@@ -164,7 +164,7 @@ def make_experiment_spec(
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment: the one that `parameters` name, or else `name`.
+    """Return the specification of a deployment for one experiment: that of `parameters`, or else `prefix` + `name`.
 
     At most one flow run of the deployment runs at a time.
     """

@@ -1,4 +1,4 @@
-"""Create or update deployments on a Prefect server, idempotently: validate their parameters, and store no secret."""
+"""Create or update deployments on a Prefect server, idempotently; validate their parameters, and store no secret."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 
 
 def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
-    """Look up a block on a Prefect server without reading its secrets. With `client` bound, it is a `SlugLookup`."""
+    """Look up a block on a Prefect server without reading its secrets. With `client` bound, this is a `SlugLookup`."""
     try:
         if BLOCK_SLUG.fullmatch(block):
             kind, name = block.split("/")
@@ -61,9 +61,9 @@ def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters that the deployment stores: with the names of blocks, never with the blocks' fields.
+    """Return the parameters as the deployment stores them, with the names of blocks instead of the blocks' fields.
 
-    `complete` requires all parameters that a run needs: a scheduled run shows no form.
+    `complete` requires all parameters that a run needs, because a scheduled run shows no form.
 
     Raises:
         InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message has no secret.
@@ -105,12 +105,12 @@ def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return a URI or `type/name`: when a run starts, Prefect does not replace such a text by the block's fields."""
+    """Return a URI or `type/name`, which Prefect does not replace with the block's fields when a run starts."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _resolve_saved_block(target["$ref"], field, find_slug)
         raise InvalidInput(
-            f"{field}: expected a URI or the name of a saved block, found a block's fields: its credentials would "
+            f"{field}: expected a URI or the name of a saved block, found a block's fields, whose credentials would "
             "be readable in the deployment. Save the block, and pass its name: "
             f"{field}=s3-target/NAME (`prefect-tune blocks register`, then Blocks in the UI)"
         )
@@ -151,7 +151,7 @@ def _make_import_path_validator(parameter: str) -> AfterValidator:
 
 
 class _DeploymentOptions(SearchOptions):
-    """Options of a deployment's runs. Names are checked only for syntax: code is installed only where runs execute."""
+    """Options of a deployment's runs. Import paths are only parsed, since code is installed only where runs execute."""
 
     trainable: Annotated[str, _make_import_path_validator("trainable")] = "later:Later"
     target: Any = None  # like `sync`, checked in `validate_parameters`
@@ -165,7 +165,7 @@ class _DeploymentOptions(SearchOptions):
     def stopper(self) -> Stopper:
         if isinstance(self.stop, str) and ":" in self.stop:
             split_import_path(self.stop, "stop")
-            return make_stopper(None)  # the run imports it
+            return make_stopper(None)  # a placeholder: the run imports the stopper
         return super().stopper
 
 
@@ -211,8 +211,8 @@ class _ValidatedDeployment:
 def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[DeploymentResult]:
     """Create or update these deployments; validate all of them before writing any.
 
-    Runs use the package that is installed where they execute: Prefect pulls no code. If the schedules equal the
-    existing ones, each existing schedule stays active or paused; otherwise the new schedules replace all of them.
+    Runs use the package that is installed where they execute, since Prefect pulls no code. If the schedules equal the
+    existing ones, each existing schedule stays active or paused; otherwise the new schedules replace the existing ones.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
@@ -225,7 +225,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[Deployme
 
 
 def _require_pool(client: SyncPrefectClient, pool: WorkPool) -> None:
-    """Require that the work pool exists and its template defines all job variables: Prefect ignores others."""
+    """Require that the work pool exists and that its template defines all job variables; Prefect ignores others."""
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:
@@ -277,7 +277,7 @@ def _make_schedule(schedule: DeploymentSchedule) -> _PrefectSchedule:
 
 
 def _create_or_update_deployment(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> DeploymentResult:
-    """Create a deployment, or update the existing one: creating it again would delete its schedules."""
+    """Create a deployment, or update an existing one, because creating it again would delete its schedules."""
     fields, new_schedules = dict(deployment.fields), deployment.schedules
     try:
         existing = client.read_deployment_by_name(deployment.spec.full_name)

@@ -1,4 +1,4 @@
-"""The evidence of a drill's run: its journal and checkpoints on the target, and its records on this machine."""
+"""The evidence of a drill's run: the journal and checkpoints on the target, and the probe's records on this machine."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from prefect_tune.drills.values import (
 from prefect_tune.stores.local.staging import fetch_checkpoint
 
 METRICS = ""
-"""The `file` of a difference in the metrics."""
+"""The `FileDifference.file` of a difference in the metrics."""
 CHECKPOINTS = "."
-"""The `file` of a difference in the steps that have a checkpoint."""
+"""The `FileDifference.file` of a difference in the steps that have a checkpoint."""
 GENERATORS = ".."
-"""The `file` of a difference in the state of a random generator."""
+"""The `FileDifference.file` of a difference in the state of a random generator."""
 ValueLocation: TypeAlias = tuple[str, str]
 """A file, and the key of a value in the file."""
 _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
-"""The units in which a number may be a time of day, as units per second: s, ms, µs, ns."""
+"""The units in which a number may hold a time of day, as counts per second: s, ms, µs, ns."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 ValueHistory = Mapping[int, object]
 """The values at one location, by step."""
@@ -60,7 +60,7 @@ class ProbeRecord:
     seconds: float
     """The duration of the step."""
     wait_seconds: float
-    """The time that the training waited between the previous step and this step, mostly for its save."""
+    """The time that the training waited between the previous step and this step, mostly for the previous save."""
     states: Mapping[str, str]
     """Values or digests, by kind and name; see `probe.collect_states`."""
 
@@ -107,7 +107,7 @@ class DrillRun:
     metrics: Mapping[int, Mapping[str, object]]
     """The last report of each step."""
     manifests: Mapping[int, Manifest]
-    """The manifest of the newest checkpoint of each step that has one."""
+    """By step, the manifest of its newest checkpoint; a step without a checkpoint is absent."""
     saves: Sequence[MeasuredSave]
     records: Sequence[ProbeRecord]
     kills: Sequence[Kill]
@@ -163,7 +163,7 @@ def find_kills(plan: RunPlan, records: Sequence[ProbeRecord]) -> Iterator[Kill]:
     trained = [record for record in records if not record.is_restored]
     for victim, killed_at in plan.read_kills():
         attempt = next((record.attempt for record in reversed(trained) if record.ended_at <= killed_at), 1)
-        # After a kill of another rank, rank 0 may train until the supervisor ends it.
+        # Skip the killed attempt: if another rank was killed, rank 0 may train until the supervisor ends it.
         later = (i for i, record in enumerate(trained) if record.ended_at > killed_at and record.attempt > attempt)
         if (index := next(later, None)) is not None:
             next_record, step = trained[index], trained[index - 1].step if index else 0
@@ -231,9 +231,9 @@ def select_first_differences(differences: Sequence[Difference]) -> Sequence[Diff
 
 
 def find_changing_values(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
-    """Return the locations whose values change between consecutive checkpoints of a run, with their scalars by step.
+    """Return the locations whose values change between consecutive checkpoints of a run, each with its scalars by step.
 
-    A value that only one of the two checkpoints has, such as the last entry of a log, does not count as changed.
+    A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
     """
     changes: dict[ValueLocation, dict[int, object]] = {}
     for before, after in pairwise(sorted(run.manifests)):
@@ -266,10 +266,10 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 
 # -------------------------------------------------------------------------------- differences without a kill
 #
-# Some differences say nothing about the training: a measured time, the time of a save, an identifier of a run. Such a
-# value is ignored if the values that training changes are equal. Weights are never ignored: an array, an element of a
-# list or an unreadable file is a result. A number in a checkpoint may be a weight, too. So a number is ignored only if
-# it is a time of day, or if all metrics that differ are measured times: then no metric can depend on the number.
+# Some differences say nothing about the training, such as a measured time, the time of a save or the id of a run. Such
+# a value is ignored if the values that training changes are equal. Weights are never ignored, so an array, an element
+# of a list or an unreadable file counts as a result. A number in a checkpoint may be a weight, too. It is ignored only
+# if it is a time of day, or if all metrics that differ are measured times, so that no metric can depend on the number.
 
 
 def find_result_locations(
@@ -278,10 +278,10 @@ def find_result_locations(
     undisturbed: DrillRun,
     generators: Collection[object],
 ) -> Collection[ValueLocation]:
-    """Return the locations of results in checkpoints: values that training changes and the step does not determine.
+    """Return the locations of results in checkpoints: values that change in training and do not follow from the step.
 
     Args:
-        changes: the values that change in the undisturbed run's checkpoints; empty if it has one checkpoint.
+        changes: the values that change in the undisturbed run's checkpoints; empty if there is only one checkpoint.
         unstable: the differences without a kill.
         undisturbed: the undisturbed run.
         generators: the unseeded generators from which the run draws.
@@ -322,9 +322,9 @@ def _is_time_of_day(value: object, run: DrillRun) -> bool:
 
 
 def is_derived_from_step(values: ValueHistory) -> bool:
-    """Return whether the values are growing integers, or numbers that grow by a constant amount or factor per step.
+    """Return whether the values are integers that never fall, or change by a constant amount or factor per step.
 
-    Counts of steps and most learning rates of a schedule are such values.
+    Examples are counts of steps, and the learning rates of most schedules.
     """
     numbers = {step: value for step, value in values.items() if isinstance(value, int | float)}
     if len(numbers) < max(2, len(values)) or any(isinstance(value, bool) for value in numbers.values()):
@@ -351,7 +351,7 @@ def collect_metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHisto
 
 
 def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[ValueLocation]:
-    """Return the metrics that training changes; omit metrics that follow from the step, or differ without a kill."""
+    """Return the metrics that training changes, without those that follow from the step or differ without a kill."""
     differing = {difference.location for difference in unstable}
     return {
         location
@@ -361,7 +361,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
 
 
 def find_unexplained_differences(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the differences without a kill, only for metrics that training changes and that are not measured times."""
+    """Return the differences of `unstable` in metrics that training changes and that are not measured times."""
     histories = collect_metric_histories(run)
     return [
         difference
@@ -390,7 +390,7 @@ def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
 
 
 def find_unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
-    """Return the generators that the run draws from, if their states differ in another run before its first kill."""
+    """Return the generators that `run` draws from and whose states differ in the first attempt of another run."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}
     drawn = {name for name in names if len({at_step.get(name) for at_step in states.values()}) > 1}

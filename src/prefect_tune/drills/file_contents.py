@@ -1,11 +1,11 @@
 """Compare two files of a checkpoint: by their values if the format is known, else by their bytes.
 
-Equal values compare equal even if their bytes differ: the bytes of a pickle depend on which of its objects are
-identical, and loading the pickle changes this. No pickle is executed: `torch.load` reads with `weights_only=True`,
-NumPy reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
+Files with equal values are equal even if their bytes differ. For example, the bytes of a pickle depend on which of its
+objects are identical, which a load changes. No pickle is executed: `torch.load` reads with `weights_only=True`, NumPy
+reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
 
-Never: report two files as equal if some bytes were not compared, except times in headers and bytes that follow from
-the values (sizes, checksums, offsets).
+Never report two files as equal if some bytes were not compared, except times in headers and bytes that follow from the
+values (sizes, checksums, offsets).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
         files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # Parquet stores no times: if the bytes differ, the files differ, even if all columns and metadata are equal.
+        # Parquet stores no times, so files with other bytes do differ, even if all columns and metadata are equal.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -97,7 +97,7 @@ class _FileContent:
 
 
 def _mmap_file(path: Path) -> memoryview:
-    """Map the bytes of a file into memory: they are read only when they are compared."""
+    """Map the bytes of a file into memory, so that they are read only when they are compared."""
     if not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:
@@ -105,7 +105,7 @@ def _mmap_file(path: Path) -> memoryview:
 
 
 def _read_values(file: _FileContent) -> Any:
-    """Return the values of a file; raise an exception if it is damaged, or cannot be read without its pickles."""
+    """Return the values of a file; raise an exception if the file is damaged or its format is unknown."""
     head, suffix = bytes(file.data[:8]), Path(file.name).suffix.lower()
     for magic, read in _READERS.items():
         if head.startswith(magic):
@@ -116,12 +116,12 @@ def _read_values(file: _FileContent) -> Any:
         with suppress(ValueError):
             return _read_json(file)
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
-        with suppress(Exception):  # torch would need a pickle
+        with suppress(Exception):  # torch would execute a pickle: read the file with stand-ins below
             return _read_torch(file)
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
     if head.startswith((b"\x80", b"\x78")):
-        with suppress(Exception):  # a text may begin with these bytes
+        with suppress(Exception):  # no pickle: a text may begin with these bytes, too
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
@@ -138,7 +138,7 @@ def _read_member(file: _FileContent) -> Any:
 
 
 def _combine_values(values: Sequence[object]) -> object:
-    """Return the only value of a file, or a node of its consecutive values; raise `ValueError` if there is none."""
+    """Return the only value of a file, or a node of its consecutive values; raise `ValueError` if it has no value."""
     if not values:
         raise ValueError("no value")
     several = {f"#{index}": value for index, value in enumerate(values)}
@@ -146,7 +146,7 @@ def _combine_values(values: Sequence[object]) -> object:
 
 
 def _read_json(file: _FileContent) -> object:
-    """Return the value of a JSON document, or of consecutive documents: JSON Lines."""
+    """Return the value of a JSON document, or the values of consecutive documents (JSON Lines)."""
     text = str(file.data, "utf-8")
     decoder, documents, position = json.JSONDecoder(object_pairs_hook=KeyValuePairs), list[object](), 0
     while begin := _NON_SPACE.search(text, position):
@@ -156,7 +156,7 @@ def _read_json(file: _FileContent) -> object:
 
 
 def _read_npy(file: _FileContent) -> object:
-    """Return all arrays of a file: `numpy.load` returns only the first array."""
+    """Return all arrays of a file, of which `numpy.load` would return only the first."""
     numpy, arrays = import_module("numpy"), list[Any]()
     layouts = numpy.lib.format
     headers = {(1, 0): layouts.read_array_header_1_0, (2, 0): layouts.read_array_header_2_0}
@@ -173,7 +173,7 @@ def _read_npy(file: _FileContent) -> object:
 
 
 def _read_safetensors(file: _FileContent) -> TreeNode:
-    """Return the bytes and types of the tensors, and the metadata, sorted because its writer keeps no order."""
+    """Return the bytes and types of the tensors, and the metadata; sort the metadata, which is written in any order."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
     header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=KeyValuePairs))
@@ -243,7 +243,7 @@ def _read_zip(file: _FileContent) -> Any:
     top = next((name.removesuffix(_TORCH_PICKLE) for name in names if name.endswith(f"/{_TORCH_PICKLE}")), None)
     if top is not None and find_spec("torch"):
         used = {f"{top}{_TORCH_CHECKSUM}"}
-        with suppress(Exception):  # torch would need a pickle: compare the members, without the names of tensors
+        with suppress(Exception):  # torch would execute a pickle: compare the members, without tensor names
             content = _read_torch(file)
             used = {name for name in names if name.removeprefix(top) in _TORCH_FILES or name.startswith(f"{top}data/")}
     elif _SKOPS_SCHEMA in names:
@@ -297,9 +297,9 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 
 
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
-    """Return a skops node with the values of the file that it names, and without ids, which differ between processes.
+    """Return a skops node without what differs between processes: ids, names of files, and the order of sets.
 
-    skops also names its files by the ids of objects, and writes sets in the order of hashes.
+    skops names files by the ids of objects, and writes sets in the order of hashes. A file's values replace its name.
     """
     if isinstance(node, list) and not isinstance(node, KeyValuePairs):
         return [_strip_ids(inner, members, used) for inner in node]
@@ -330,7 +330,7 @@ _READERS: Mapping[bytes, Callable[[_FileContent], Any]] = {
 
 
 class _StandIn(TreeNodeConvertible):
-    """Replaces a class or function that a pickle names: stores the arguments and the state, and runs no code."""
+    """Replaces a class or function that a pickle names. It stores the arguments and the state, and runs no code."""
 
     path: str
     file: io.BytesIO
@@ -380,7 +380,7 @@ _PLAIN_CLASSES: Mapping[tuple[str, str], object] = {
     **{("datetime", kind.__name__): kind for kind in (dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone)},
     ("uuid", "UUID"): uuid.UUID,
 }
-"""Classes of plain values: creating an instance runs no code of the pickle's author."""
+"""Classes of plain values, whose creation runs no code of the pickle's author."""
 _NUMPY_CALLS = {"_reconstruct", "_frombuffer", "scalar", "ndarray", "dtype"}
 """The functions and classes that pickles of NumPy's arrays and numbers call."""
 _NUMPY_MODULES = {"numpy", *(f"numpy.{core}.{of}" for core in ("core", "_core") for of in ("multiarray", "numeric"))}
@@ -414,7 +414,7 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
 
 
 def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
-    """Return the values of a joblib array: they follow the pickled header of the array."""
+    """Return the values of a joblib array, which follow the array's pickled `header` in the file."""
     numpy, dtype = import_module("numpy"), header["dtype"]
     if dtype.hasobject:
         return _StandInUnpickler(file).load()

@@ -29,7 +29,7 @@ from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
 _KIND_NOUNS = {
     "global": "a global random generator",
     "rng": "the state of a random generator",
-    "schedule": "the learning-rate schedule",  # it sets the rate of the optimizer
+    "schedule": "the learning-rate schedule",  # before the optimizer, whose rate it sets
     "scaler": "the gradient scaler",
     "optimizer": "the optimizer",
     "data": "the place in the data",
@@ -51,10 +51,10 @@ _ADVICE = {
     "metric": "save and load it if the next step reads it",
 }
 _FILLED_ON_USE = frozenset({"optimizer", "schedule", "scaler"})
-"""Kinds whose states get entries on first use, such as the moments of an optimizer."""
+"""Kinds of states that get entries on their first use, such as the moments of an optimizer."""
 _ABSENT = "absent"
 _LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
-"""Kinds whose states affect the training sooner or later; an attribute may never affect it."""
+"""Kinds of states that affect the training sooner or later; an attribute may never affect the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ def find_unrestored_states(
     saved: Collection[str] = (),
     differs_at: int | None = None,
 ) -> Sequence[UnrestoredState]:
-    """Find the first resume that did not restore all states; return the states that it missed, the likeliest first.
+    """Find the first resume that did not restore all states; return these states, the likeliest cause first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
     undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to the
-    step of the resume. Ignore a resume from step `differs_at` or later: the runs already differ there. One step after
-    the resume of a function, all values that follow from a sum differ, whatever the cause. Return such a value only if
-    no generator, count or rate differs. Return a metric in a variable only if all other differing states are `saved` in
-    checkpoints. Return a saved state only if no other state differs.
+    step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step after
+    the resume of a function, all values computed from sums differ, whatever the cause. So return such a value only if
+    no generator, count or rate differs. Return a variable that holds a metric only if all other differing states are
+    `saved` in checkpoints. Return a saved state only if no other state differs.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -142,7 +142,7 @@ def _select_causes(
 
 
 def _may_be_cause(state: UnrestoredState) -> bool:
-    """Return whether a state may be a cause: one step later, a sum may be a result, but a generator or count is not."""
+    """Return whether a state may be a cause. One step later, sums may be results; generators and counts are not."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -169,7 +169,7 @@ def _strip_path(name: str) -> str:
 def _select_one_per_object(states: Sequence[UnrestoredState], *, has_one_optimizer: bool) -> Sequence[UnrestoredState]:
     """Return one state of each object, preferably one with a readable value, such as a counter.
 
-    Omit the learning rate of a single optimizer with a schedule: the schedule determines it.
+    If a single optimizer has a schedule, omit the optimizer's learning rate, because the schedule sets the rate.
     """
     first: dict[tuple[str, str], UnrestoredState] = {}
     if has_one_optimizer and any(state.kind == "schedule" for state in states):
@@ -195,9 +195,9 @@ class RunComparison(NamedTuple):
     second_undisturbed: DrillRun | None
     """The second undisturbed run; None if it was not needed."""
     differences: Sequence[Difference]
-    """The differences between the first two runs."""
+    """The differences between the undisturbed run and the killed run."""
     unstable: Sequence[Difference]
-    """Differences without a kill: between the undisturbed runs, and before the first kill."""
+    """The differences without a kill: between the undisturbed runs, and before the killed run's first kill."""
     result_locations: Collection[tuple[str, str]]
     """The locations of training results in checkpoints; step counts and values to ignore are no results."""
     generators: Sequence[Difference] = ()
@@ -212,7 +212,7 @@ class SaveCosts:
     seconds: float
     """The time of an upload."""
     blocked_seconds: float
-    """The time that training waited for the save: for its files and its upload."""
+    """The time that training waited for the save, both for the files and for the upload."""
     size_bytes: int
     sent_bytes: int
     """The bytes that were not on the target yet."""
@@ -224,7 +224,7 @@ class SaveAdvice:
 
     hours_between_failures: float
     seconds: float
-    """Seconds of training between two saves; Daly (2006)."""
+    """The seconds of training between two saves; see `compute_optimal_interval`."""
     steps: int
     """The same interval in steps of this training."""
     lost_time_share: float
@@ -238,7 +238,7 @@ class DrillReport(RenamedMembers):
     _renamed: ClassVar[Mapping[str, str]] = {"forgotten": "unrestored", "shows_nothing": "is_inconclusive"}
 
     name: str
-    """The common prefix of the names of its experiments."""
+    """The prefix with which the names of the drill's experiments begin."""
     trainable: str
     """The import path of the trainable."""
     verdict: Verdict
@@ -251,7 +251,7 @@ class DrillReport(RenamedMembers):
     kills: Sequence[Kill]
     """The kills of the run, each with the resume after it."""
     missed_kill_count: int
-    """The number of planned kills that did not happen: no step or upload began after their step."""
+    """The number of planned kills that were not made, because no step or upload began after their step."""
     differences: Sequence[Difference]
     """The first difference of each metric, file, tensor or key, except those in `unstable`; in the order of steps."""
     unstable: Sequence[Difference]
@@ -314,7 +314,7 @@ class DrillReport(RenamedMembers):
                 "be equal: to compare the values, save arrays, JSON or skops, or use PartialFitTrainable"
             )
         return (
-            "  the drill sees no state that was not restored: look for an iterator over the data, a library's own "
+            "  the drill found no state that a resume lost: look for an iterator over the data, a library's own "
             "generator, or files that the training reads"
         )
 
@@ -347,7 +347,7 @@ class DrillReport(RenamedMembers):
             )
         if self.missed_kill_count:
             missed_text = pluralize(self.missed_kill_count, "kill was", "kills were")
-            yield f"  {missed_text} not made: no step or upload began after their step"
+            yield f"  {missed_text} not made, because no step or upload began after their step"
         if (save := self.save) is not None:
             yield (
                 f"  a save: {format_size(save.size_bytes)}, {format_size(save.sent_bytes)} of it sent, in "
@@ -374,7 +374,7 @@ def _summarize_differences(differences: Sequence[Difference]) -> Sequence[str]:
     for diff in differences:
         lists.setdefault((diff.detail.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.detail.key)), []).append(diff)
     return [
-        f"{diffs[0]}" if len(diffs) == 1 else f"{diffs[0]}; the first of {len(diffs):,} values of `{name or file}`"
+        f"{diffs[0]}" if len(diffs) == 1 else f"{diffs[0]}; the first of {len(diffs):,} differences in `{name or file}`"
         for (file, name), diffs in lists.items()
     ]
 
@@ -389,7 +389,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     ignored = {diff.location for diff in unstable}
     resumed_at = killed.undisturbed_steps
     if max(undisturbed.manifests, default=0) > resumed_at >= max(killed.manifests, default=0):
-        ignored -= {(CHECKPOINTS, "")}  # no checkpoint was saved after a resume
+        ignored -= {(CHECKPOINTS, "")}  # report that no checkpoint was saved after a resume
     remaining = [diff for diff in differences if diff.location not in ignored]
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
@@ -403,8 +403,8 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     both = undisturbed.manifests.keys() & killed.manifests.keys()
     if verdict == "exact" and not compared and max(both, default=0) <= resumed_at:
         raise TuneError(
-            "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint follows it; "
-            "train more --steps, or save more often (--save-every)"
+            "nothing to compare after the resume: all metrics differ without a kill, and no checkpoint followed the "
+            "resume; train more --steps, or save more often (--save-every)"
         )
     unstable = sorted(unstable, key=lambda diff: (diff.location not in changing, diff.step))
     doubts = _find_inconclusive_differences(runs) if verdict == "exact" else ()
@@ -420,7 +420,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         steps=plan.steps,
         compared_metric_count=sum(map(len, compared.values())),
         compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
-        # The undisturbed run sent all new bytes; the upload after the resume sent only the bytes that were missing.
+        # Kept bytes: the undisturbed run sent all new bytes, the upload after the resume only those that were missing.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
@@ -439,7 +439,7 @@ def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
 
     If metrics (except measured times) differ and the training draws from an unseeded generator, the training is not
     deterministic. If metrics differ but no generator is unseeded, the checkpoints must show that the training is
-    deterministic. A step count, or a rate that follows from the step, shows nothing: it is equal in all runs.
+    deterministic. A step count, or a rate that follows from the step, shows nothing, because it is equal in all runs.
 
     Raises:
         TuneError: no value differs, and no value changes during the training.
@@ -518,7 +518,7 @@ def compute_optimal_interval(save_seconds: float, seconds_between_failures: floa
 def compute_lost_time_share(
     interval_seconds: float, save_seconds: float, restart_seconds: float, seconds_between_failures: float
 ) -> float:
-    """Return the lost share of the time: saves cost time, and each failure costs half an interval and the restart.
+    """Return the share of the time that is lost to saves and failures; a failure costs half an interval and a restart.
 
     The first-order model of Young (1974) assumes that the time between failures is much longer than the interval.
     """

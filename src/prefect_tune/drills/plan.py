@@ -18,7 +18,7 @@ _VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """The trainable of a drill, and its kills: after which steps, and which process is killed."""
+    """The trainable of a drill, and its kills: the step after which each is made, and the process that it kills."""
 
     trainable: str
     """`package.module:Name`."""
@@ -35,9 +35,9 @@ class DrillPlan:
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return the steps after which a drill kills, each with its victim. The steps are `at`, or `count` random steps.
+    """Return the steps after which a drill kills, each with the victim. The steps are `at`, or `count` random steps.
 
-    Draws only steps after the first save if there are enough of them: a resume from step 0 shows little.
+    If enough steps follow the first save, draws only these, because a resume from step 0 shows little.
 
     Raises:
         InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.
@@ -74,7 +74,7 @@ def make_drill_plan(
         InvalidInput: the trainable has no import path, or a number is out of its range.
     """
     if ":" not in trainable:
-        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', which a new process imports")
+        raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', since a new process imports it")
     if steps < 2:
         raise InvalidInput(f"steps: expected at least 2, for a kill between two steps, found {steps}")
     if save_every is not None and not 0 < save_every <= steps:

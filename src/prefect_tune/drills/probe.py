@@ -1,4 +1,4 @@
-"""The trainable of a drill: the user's trainable with a probe, which records states and makes the planned kills.
+"""The trainable of a drill: the user's trainable, with a probe that records states and makes the planned kills.
 
 The probe runs in the trial's process. It writes a record after each step as a line of a file on this machine, so a kill
 loses no record. A record has digests of all states on which the next step may depend: the generators of Python, NumPy
@@ -77,14 +77,14 @@ class RunPlan:
         return Path(self.folder, "records.jsonl")
 
     def next_due_kill(self, step: int, *victims: Victim) -> int | None:
-        """Return the number of the next kill; None if it is not due after `step`, or has another victim."""
+        """Return the number of the next kill if it is due after `step` and kills one of `victims`; otherwise None."""
         for number, (at, victim) in enumerate(self.kills):
-            if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made yet
+            if not Path(self.folder, f"kill-{number}").exists():  # the next kill: the first that was not made yet
                 return number if step >= at and victim in victims else None
         return None
 
     def read_kills(self) -> Iterator[tuple[Victim, float]]:
-        """Yield the kills that were made: each with its victim, and its time of day in seconds."""
+        """Yield the victim, and the time of day in seconds, of each kill that was made."""
         for number, (_, victim) in enumerate(self.kills):
             with suppress(FileNotFoundError, ValueError):
                 yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
@@ -96,7 +96,7 @@ class RunPlan:
 
 
 def __getattr__(name: str) -> object:
-    """Return `Probed`: the trainable of this process's plan, with a probe. Each call returns the same object."""
+    """Return `Probed`, the trainable of this process's plan with a probe. Each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.from_environment()
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> object:
 
 
 def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    probe = _Probe(plan)  # not an attribute of the trainable: the trainable may save all of its attributes
+    probe = _Probe(plan)  # not an attribute of the trainable, which may save all of its attributes
 
     class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
 
 def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
     """Return the function with a probe at each report, including reports by callbacks of a framework."""
-    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has none
+    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has no code
 
     @functools.wraps(train)
     def train_with_probe(config: dict[str, Any]) -> object:
@@ -150,7 +150,7 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
 
 def probe_rank() -> None:
     """Probe the reports of this process, a rank that a launcher in the trial started; see `_wrap_function`."""
-    # The frame of the launched program, which reports directly or through a framework.
+    # Probe the frame of the launched program, which reports directly or through a framework.
     _probe_reports(RunPlan.from_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
 
@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time. If a kill is due after the previous, already reported step, make the kill."""
+        """Measure the waiting time. If a kill is due after the previous step, which was reported, make the kill."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -204,13 +204,13 @@ class _Probe:
         is_search = self._plan.kills[number][1] == "search"
         self._plan.kill(number, self._plan.search_pid if is_search else os.getpid())
         if is_search:
-            time.sleep(600)  # this process ends with the search
+            time.sleep(600)  # wait for the end: this process ends with the search
 
     def on_step_end(self) -> None:
         self._ended = time.time()
 
     def write_record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
-        """Write a record: the states after this step, or after the load of the checkpoint of this step."""
+        """Write a record of the states after this step, or after the load of this step's checkpoint."""
         self._step, trial = step, get_trial()
         if trial.rank:
             return
@@ -232,7 +232,7 @@ class _Probe:
 
 
 def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the states of this process's random generators and of `objects`: `"kind name"`, and a value or digest."""
+    """Yield the states of this process's random generators and of `objects`, as `"kind name"` and a value or digest."""
     yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
@@ -262,7 +262,7 @@ def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tup
     else:
         # The state of an iterator of PyTorch's DataLoader is the number of yielded batches.
         state = value._num_yielded if kind == "data" else _read_state(value)  # noqa: SLF001 - no public attribute
-        with suppress(Exception):  # NumPy cannot represent the tensor: only a hint is lost
+        with suppress(Exception):  # if NumPy cannot represent a tensor, the drill only loses a hint
             for path, leaf in iter_leaves(state, name):
                 yield f"{kind} {path}", _format_leaf(leaf)
 
@@ -333,7 +333,7 @@ def _format_leaf(value: object) -> str:
 
 
 class _HashFile:
-    """A writable file that hashes its data; raises `OverflowError` above `max_bytes`."""
+    """A writable file that hashes its data; `write` raises `OverflowError` above `max_bytes` in all."""
 
     def __init__(self, max_bytes: int) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -372,15 +372,15 @@ def _compute_digest(value: Any) -> str:
 
 # -------------------------------------------------------------------------------------- a directory for each attempt
 #
-# An attempt leaves files in its working directory. On another machine, the next attempt would not have these files, so
-# a training that reads them must not pass as exact.
+# An attempt leaves files in its working directory. On another machine, the next attempt would not have these files, and
+# a training that reads them must not pass as exact. So each attempt trains in its own copy of the directory.
 #
 #     /home/me/project          the working directory of the drill; its attempts do not write there
 #     FOLDER/home/me/project    its copy, in which an attempt trains
 #     FOLDER/home/me/data       a link, so that `../data` exists
 #
 # Small files are copied. Hidden directories, and files and directories that are too large for a copy per attempt, are
-# linked: all attempts share their content.
+# linked, so all attempts share their content.
 
 
 def enter_copied_directory(folder: Path) -> None:

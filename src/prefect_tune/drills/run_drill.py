@@ -57,7 +57,7 @@ _log = get_logger("prefect_tune")
 _MAX_OUTPUT_CHARACTERS, _ERROR_MARK = 2000, "| ERROR "
 _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 10, 600.0  # a run that takes 10 times as long as run 1 counts as hung
 _RUN_START_TIME, _KILL_TIME, _IMPORT_TIME, _SERVER_START_TIME = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
-"""The usual durations, measured on two cores: first idle, then with eight other programs running."""
+"""The usual durations on two cores, from those without other programs to those with eight other programs running."""
 # The number of threads changes the order in which sums are rounded. With one thread, bits are comparable.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _IMPORT_SCRIPT = """import os, sys
@@ -113,7 +113,7 @@ def run_drill(
         environment: the environment of the training processes, with the address of a Prefect API.
         keep: whether to keep the experiments of the runs.
         progress_readers: the drill appends one function per run, which returns the progress of that run.
-        on_activity: called when an activity begins, with a line that describes it and its usual duration.
+        on_activity: called when an activity begins, with a line that describes the activity and its usual duration.
 
     Raises:
         StoreRefused, StoreUnavailable: the target cannot be used.
@@ -134,13 +134,13 @@ def run_drill(
 
 
 def require_resume_from_checkpoint(undisturbed: DrillRun, killed: DrillRun) -> None:
-    """Raise `TuneError` if the killed run never resumed from a checkpoint: the drill would prove nothing."""
+    """Raise `TuneError` if the killed run never resumed from a checkpoint, so that the drill would prove nothing."""
     if not undisturbed.manifests:
         raise TuneError("no saved checkpoint: report a checkpoint, or implement save_checkpoint and load_checkpoint")
     if not any(kill.resumed_from for kill in killed.kills):
         steps = ", ".join(str(kill.step) for kill in killed.kills) or "none"
         raise TuneError(
-            f"no resume from a checkpoint to compare: killed after steps {steps}; the first checkpoint is at step "
+            f"no attempt resumed from a checkpoint: killed after steps {steps}; the first checkpoint is at step "
             f"{min(undisturbed.manifests)}. Kill later (--at), train more --steps, or save more often (--save-every)"
         )
 
@@ -192,14 +192,14 @@ class Drill:
         return read_run(self.store, trial, plan)
 
     def describe_run(self, kills: Sequence[tuple[int, Victim]]) -> str:
-        """Describe the steps of a run and its usual duration; after run 1, the duration of run 1 instead."""
+        """Describe a run: its steps, and its usual duration or, once run 1 has ended, the duration of run 1."""
         if self.first_run_seconds is None:
             return f"{self.plan.steps} steps, usually {_RUN_START_TIME} besides the training"
         summary = f"{self.plan.steps} steps again, which took {self.first_run_seconds:.0f} s in run 1"
         if not kills:
             return f"{summary}; this run shows which values differ without a kill"
         steps = ", ".join(str(step) for step, _ in kills)
-        return f"{summary}; a kill after step {steps} usually adds {_KILL_TIME} each"
+        return f"{summary}; each kill (after step {steps}) usually adds {_KILL_TIME}"
 
     def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
         """Return the differences between the runs, and the differences without a kill.
@@ -211,7 +211,7 @@ class Drill:
         differences = compare_runs(self.store, undisturbed, killed)
         undisturbed_steps = killed.undisturbed_steps
         early = [diff for diff in differences if diff.step <= undisturbed_steps]
-        # A value that one run lacks is no evidence: it may have existed until the kill.
+        # A value that one run lacks is no evidence, because that run may have had the value until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -249,7 +249,7 @@ class Drill:
             log.open("ab") as output,
             subprocess.Popen(
                 [sys.executable, *get_interpreter_flags(), "-m", "prefect_tune.drills.training", json.dumps(options)],
-                stdin=subprocess.PIPE,  # EOF when this process ends
+                stdin=subprocess.PIPE,  # the run sees EOF when this process ends, and then ends, too
                 stdout=output,
                 stderr=output,
                 env={**self.environment, **_ONE_THREAD, **plan.to_environment()},
@@ -283,7 +283,7 @@ class Drill:
         )
 
     def delete_experiments(self) -> None:
-        """Delete the runs' experiments from the target; no other objects have their names."""
+        """Delete the runs' experiments from the target; no other experiments have names with this drill's prefix."""
         for trial in self._trials:
             try:
                 self.store.delete([listed.path for listed in self.store.list(trial.experiment)])
@@ -292,7 +292,7 @@ class Drill:
 
 
 def read_output_tail(log: Path) -> str:
-    """Return the output without color codes; of a long output, only its end, from the first error in that end."""
+    """Return the output without color codes; if it is long, return only its end, from the first error in that end."""
     output = _COLOR_CODES.sub("", log.read_text(errors="replace")).rstrip()
     if len(output) <= _MAX_OUTPUT_CHARACTERS:
         return output
@@ -348,7 +348,7 @@ def make_run_environment() -> dict[str, str]:
 
 @contextmanager
 def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
-    """Yield the environment for a drill's runs: the configured Prefect API, or a server that ends with the drill.
+    """Yield the environment for a drill's runs, with the configured Prefect API or a server that ends with the drill.
 
     Raises:
         TuneError: the server did not start.
@@ -440,7 +440,7 @@ class DrillProgress:
 
 
 def print_report(report: DrillReport, console: Console) -> None:
-    """Print the lines of the report."""
+    """Print the report, with a mark that shows its verdict before the first line."""
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
     for number, line in enumerate(map(make_visible_line, report.lines())):
         console.print(Text(f"    {line.strip()}") if number else mark + Text(line), soft_wrap=True)
@@ -465,7 +465,7 @@ def render_cells(run: RunProgress, width: int) -> Text:
     """Return a bar of `width` cells: trained steps, committed checkpoints, kills, resumes."""
     last = [max(0, -(-step * width // run.steps) - 1) for step in range(run.steps + 1)]
     marks = [("━", "cyan") if run.step and cell <= last[run.step] else ("·", "dim") for cell in range(width)]
-    after = 1 if width >= 2 * run.steps else 0  # if there is room, a kill must not hide the commit of its step
+    after = 1 if width >= 2 * run.steps else 0  # so that a kill does not hide the commit of its step
     for steps, mark, offset in (
         (run.committed, ("●", "green"), 0),
         (run.resumes, ("↻", "bold yellow"), 0),

@@ -20,7 +20,7 @@ from prefect_tune.drills.probe import RunPlan
 
 
 class _KillingStore:
-    """A proxy of a store. If the plan has a kill in an upload, the upload's first object kills this process."""
+    """A proxy of a store. If a kill in an upload is due, this process kills itself after the upload's first object."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -61,7 +61,7 @@ def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
 
 
 def _exit_with_drill() -> None:
-    while os.read(0, 1):  # EOF when the process of the drill ends
+    while os.read(0, 1):  # until EOF, when the process of the drill has ended
         pass
     os._exit(1)
 

@@ -1,7 +1,7 @@
-"""Compare two values: trees of containers and leaves.
+"""Compare two values, which are trees of containers and leaves.
 
-Values are equal if their types and all their bits are equal: `1` differs from `1.0`, `0.0` from `-0.0`, a list from a
-tuple, and a NaN from a NaN with other bits. The order of a dictionary's keys counts: a program may iterate over them.
+Values are equal if their types and all their bits are equal. So `1` differs from `1.0`, `0.0` from `-0.0`, a list from
+a tuple, and a NaN from a NaN with other bits. The order of keys counts, since a program may iterate over a dictionary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 ValuePath: TypeAlias = tuple[str, ...]
-"""Tokens, unique for each key: `1` and `'1'` have different tokens, and `a.b` differs from `b` in `a`."""
+"""The tokens of the keys on the way to a value. `1` and `'1'` differ, and so do key `a.b` and key `b` in `a`."""
 Scalar: TypeAlias = bool | int | float | str | dt.date | dt.time | dt.timedelta | uuid.UUID
 
 MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
@@ -31,7 +31,7 @@ _COMPARE_CHUNK_ROWS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileDifference:
-    """A difference between two files of the same path, in two checkpoints of the same step."""
+    """A difference between two files with the same path, in two checkpoints of the same step."""
 
     file: str
     """The path in the checkpoint."""
@@ -90,7 +90,7 @@ class _Comparison:
             else:
                 self.add((*path, token), MISSING if token in left.parts else UNEXPECTED)
         if len(self.differences) > count:
-            del self.compared[pair]  # report the difference at the other paths of these objects, too
+            del self.compared[pair]  # if the objects occur at other paths, report their differences there, too
 
     def add(self, path: ValuePath, text: str, scalars: tuple[Scalar | None, Scalar | None] = (None, None)) -> None:
         if len(self.differences) == _MAX_DIFFERENCES:
@@ -110,7 +110,7 @@ def _describe_order_difference(expected: TreeNode, actual: TreeNode) -> str:
 
 
 def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
-    """Yield the path (see `FileDifference.path`) and the value of each leaf: None for a leaf that is not a scalar."""
+    """Yield the path (see `FileDifference.path`) of each leaf, and its value; None if the leaf is not a scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
         if (node := to_tree_node(value)) is None:
@@ -187,7 +187,7 @@ class Array:
 
 
 class Line(str):
-    """A line of a text, which may contain weights."""
+    """A line of a text. It is not a scalar, because it may contain weights."""
 
     __slots__ = ()
 
@@ -362,7 +362,7 @@ def _describe_array_difference(expected: Array, actual: Array) -> str:
         return f"{actual.type_text}, {actual.details}; expected {expected.details}"
     numpy = import_module("numpy")
     count, max_distance = 0, 0.0
-    for start in range(0, len(expected.rows), _COMPARE_CHUNK_ROWS):  # compare in parts: checkpoints are large
+    for start in range(0, len(expected.rows), _COMPARE_CHUNK_ROWS):  # in parts, since arrays may be large
         part = slice(start, start + _COMPARE_CHUNK_ROWS)
         differs = (expected.rows[part] != actual.rows[part]).any(axis=1)
         if not differs.any():

@@ -56,14 +56,14 @@ class _Canceller(Enum):
 
     USER = auto()
     CONCURRENCY_LIMIT = auto()
-    """The concurrency limit of the deployment, which cancels runs that get no slot."""
+    """The deployment's concurrency limit, by which Prefect cancels runs that get no slot."""
 
 
 class TaskRunnerLauncher:
     """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
 
     Each node is a task. Ray starts all nodes of an attempt together, in a placement group. Dask starts each node when a
-    worker is free: an attempt that lacks a node for 10 minutes fails, and releases its workers.
+    worker is free. If an attempt still lacks a node after 10 minutes, it fails and releases its workers.
     """
 
     attempts_outlive_search = False
@@ -102,7 +102,7 @@ class TaskRunnerLauncher:
         return wait_for_tasks
 
     def cancel_unstarted_attempts(self) -> None:
-        """Do nothing: a task that waits for a worker starts later, then reads the stop request and ends."""
+        """Do nothing, because a task that waits for a worker starts later, and then reads that it must end."""
 
 
 class _PlacementGroup:
@@ -134,7 +134,7 @@ def _make_context_factory(runner: object, resources: Resources | None) -> Callab
         return nullcontext
     if kind == "DaskTaskRunner":
         dask = import_module("dask")
-        # Reserve only the requested resources: a task waits forever for a resource that no worker declares.
+        # Reserve only the requested resources, because a task waits forever for a resource that no worker declares.
         needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
         return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
     if kind == "RayTaskRunner":
@@ -155,11 +155,11 @@ class DeploymentLauncher:
         self._deployment, self._job_variables = deployment, dict(job_variables) if job_variables else None
         self._key_counts: Counter[str] = Counter()
         self._withdrawn = threading.Event()
-        self._poll_lock = threading.Lock()  # guards the next three attributes
+        self._poll_lock = threading.Lock()  # held while an attribute below changes
         self._polled_at = self._wait_reason_polled_at = -math.inf
         self._awaited: set[UUID] = set()
         self._ended: dict[UUID, _Canceller | None] = {}
-        """The runs that have ended, each with its canceller; None if the run was not cancelled."""
+        """The runs that have ended, each with its canceller; None if neither a user nor a limit cancelled the run."""
         self._others: dict[UUID, set[UUID]] = {}
         """The runs of the other nodes, by the run of node 0."""
         self._wait_reason: str | None = None
@@ -208,11 +208,11 @@ class DeploymentLauncher:
         request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
         spec_parameters, request_parameters = spec_to_parameters(spec), request_to_parameters(request)
         parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
-        # The key is unique among targets, and among later experiments of the same name.
+        # The key differs for other targets, and for later experiments of the same name.
         target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)
-        # An earlier owner may have started node 0 with another secret, which the other nodes need too.
+        # An earlier owner may have started node 0 with another secret. The other nodes need the secret of node 0.
         parameters = {**parameters, "request": first.parameters.get("request", parameters["request"])}
         others = [
             self._find_or_create_run(spec, {**parameters, "node": node}, f"{key}/node {node}")
@@ -230,10 +230,10 @@ class DeploymentLauncher:
         self._withdrawn.set()
 
     def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
-        """Return the newest run of this attempt; create it if needed.
+        """Return the newest run of this attempt; create a run if there is none.
 
-        If the run has ended, an earlier owner may have created later runs: find the later runs by their keys. If an
-        earlier owner called `cancel_unstarted_attempts` before the run began, create a new run.
+        If a run has ended, an earlier owner may have created later runs, so look for these by their keys. If an earlier
+        owner called `cancel_unstarted_attempts` before the run began, create a new run.
         """
         run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():
@@ -288,7 +288,7 @@ class DeploymentLauncher:
                 f"the Prefect server: deploy it again ({_DEPLOY_COMMAND}), and run the search again to continue"
             ) from missing
         if not isinstance(run, FlowRun):
-            raise TypeError("run_deployment returned a coroutine: it was called in an async context")
+            raise TypeError("run_deployment returned a coroutine, because it was called in an async context")
         return run
 
     def wait_for_run(self, flow_run: UUID) -> None:
@@ -329,8 +329,8 @@ class DeploymentLauncher:
     def _mark_silent_runs_crashed(self, client: SyncPrefectClient) -> None:
         """Mark the run of node 0 as crashed if the other nodes have ended because node 0 has stopped sending messages.
 
-        If a machine fails together with its worker, nothing else updates the run. A marked run that is still running
-        ends at its next post, because the search has closed its outbox.
+        If a machine fails together with its worker, nothing else changes the run's state. A marked run that is still
+        running ends at its next post, because the search has closed the outbox of its attempt.
         """
         for first, others in self._others.items():
             if first not in self._awaited or not others <= self._ended.keys():
@@ -371,7 +371,7 @@ def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | N
 
 
 def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
-    """Return the states of runs, None for a deleted run. If `withdrawn`, cancel the runs that have not begun.
+    """Return the state of each run; None for a deleted run. If `withdrawn`, cancel the runs that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """

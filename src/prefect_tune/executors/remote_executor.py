@@ -3,9 +3,9 @@
     search     RemoteExecutor: reads the outboxes of the attempts, and writes decisions to the target
     attempt    RemoteSearchChannel: posts to its outbox, and polls the target for decisions
 
-A report that needs a decision is posted immediately. The owner of the experiment writes the decision as an object; the
-owner may have changed since the attempt started. An unreadable post ends its attempt: the driver closes the outbox, and
-adopts the checkpoints of the attempt.
+A report that needs a decision is posted immediately. The present owner of the experiment writes the decision as an
+object, even if another owner started the attempt. An unreadable post ends its attempt, because the driver then closes
+the attempt's outbox; the driver also adopts the attempt's checkpoints.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _JSON_KEY = "json"
 
 
 def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
-    """Convert `spec` to a parameter of `train_trial`: without secrets, and valid in any process.
+    """Convert `spec` to a parameter of `train_trial`, which contains no secrets and is valid in any process.
 
     Raises:
         InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
@@ -89,10 +89,10 @@ def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
 
 
 def request_to_parameters(request: AttemptRequest) -> dict[str, Any]:
-    """Convert `request` to a parameter: one JSON text, which Prefect does not interpret.
+    """Convert `request` to a parameter that holds one JSON text, which Prefect does not interpret.
 
-    The request contains untrusted values from a target. If they were JSON objects, Prefect would load the blocks to
-    which they refer (`$ref`), and render templates (`__prefect_kind`).
+    The request contains untrusted values from a target. If the values were JSON objects, Prefect would load the blocks
+    to which they refer (`$ref`), and render templates (`__prefect_kind`).
     """
     return {_JSON_KEY: _requests.dump_json(request).decode()}
 
@@ -178,7 +178,7 @@ class RemoteSearchChannel(SearchChannel):
         self._decision_requested.set()
 
     def start_polling(self) -> None:
-        """Start a thread that polls the target for decisions, if none is running. A retry calls this after `close`."""
+        """Start the thread that polls for decisions, if it is not running. A retry calls this after `close`."""
         if self._closed.is_set():
             self._closed = threading.Event()
             if self._decision_step is None:
@@ -266,9 +266,9 @@ class _RemoteAttempt:
     """The number of the last post that was read from the outbox."""
     has_ended: bool = False
     damage: TuneError | None = None
-    """The error of an unreadable post: the search ends the attempt, and reads no further posts."""
+    """The error of an unreadable post, after which the search ends the attempt and reads no further posts."""
     unread_since: float | None = None
-    """The monotonic time of the first failed read since the last complete read; None if nothing is unread."""
+    """The monotonic time since which no read was complete; None after a complete read."""
 
     def should_wait_for_posts(self, now: float) -> bool:
         """Return whether the end of the attempt must wait for unread posts; False after 10 minutes of errors."""
@@ -340,7 +340,7 @@ class RemoteExecutor:
         self._queued_answers.append(attempt.address_answer(UNSOLICITED_STEP if step is None else step, answer))
 
     def stop_all(self) -> None:
-        """Request every trial to save and end. After an error of the target, call this method again."""
+        """Ask every trial to save and end. After an error of the target, call this method again."""
         if not self._stopped:
             self._launch.cancel_unstarted_attempts()
             self._write_queued_answers()
@@ -390,7 +390,7 @@ class RemoteExecutor:
         errors: list[StoreUnavailable | StoreRefused] = []
         read: list[tuple[_RemoteAttempt, Sequence[Post]]] = []
         for attempt in attempts:
-            attempt.unread_since = attempt.unread_since or now  # reset after a complete read
+            attempt.unread_since = attempt.unread_since or now  # `_read_new_posts` resets it after a complete read
         with _collecting_errors(errors), self._target.open(timeout=_SEARCH_TIMEOUT) as store:
             read += zip(attempts, store.map(partial(_read_new_posts, store, errors), attempts), strict=True)
         for attempt in attempts:
@@ -412,12 +412,12 @@ class RemoteExecutor:
         ]
 
     def _process_post(self, number: int, post: Post, attempt: _RemoteAttempt) -> list[Message]:
-        """Return the messages of a post; queue the answer to a report that is older than the latest decision."""
+        """Return the messages of a post; if a report waits for a decision that was already made, queue the answer."""
         trial = attempt.spec.trial.trial
         messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # it may wait at its milestone
+                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # the attempt may be waiting
                     messages.append(RemoteAttemptStarted(trial))
                 case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))

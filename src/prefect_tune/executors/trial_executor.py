@@ -45,7 +45,7 @@ class AttemptExited:
 
 @dataclass(frozen=True, slots=True)
 class PostArrived:
-    """A post from the outbox of an attempt on another machine, not yet journaled."""
+    """A post from the outbox of an attempt on another machine. The post is not yet journaled."""
 
     trial: str
     number: int
@@ -60,7 +60,7 @@ class RemoteAttemptStarted:
 
 
 class AttemptCancelledError(Exception):
-    """The user has cancelled the flow run of an attempt: the trial must stop. The message names the flow run."""
+    """The user has cancelled the flow run of an attempt, so the trial must stop. The message names the flow run."""
 
 
 Message: TypeAlias = TrialMessage | PostArrived | AttemptExited | RemoteAttemptStarted
@@ -70,9 +70,9 @@ _AttemptTask: TypeAlias = Task[[TrialSpec, AttemptRequest, SearchChannel], State
 _NodeTask: TypeAlias = Task[[TrialSpec, AttemptRequest, int, SearchChannel], State[Any]]
 
 
-@cache  # `with_options` is expensive for a short trial: Prefect reads the function's source again
+@cache  # for a short trial, `with_options` is expensive, because Prefect reads the function's source each time
 def make_attempt_task(tags: tuple[str, ...]) -> _AttemptTask:
-    """Return the task of an attempt, without task retries: the owner of the experiment decides and journals retries."""
+    """Return an attempt's task, without task retries, since the experiment's owner decides and journals retries."""
     return run_attempt.with_options(retries=0, tags=tags)
 
 
@@ -101,10 +101,10 @@ class TrialExecutor(Protocol):
         """Start the requested attempt of a trial, or find the attempt if it already runs on another machine."""
 
     def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Answer a trial that waits at `step`; without `step`, send an unsolicited answer. Ignore an ended trial."""
+        """Answer a trial that waits at `step`, or without `step`, unsolicited. Do nothing if the trial has ended."""
 
     def stop_all(self) -> None:
-        """Request every trial to save and end."""
+        """Ask every trial to save and end."""
 
     def poll_messages(self, timeout: timedelta) -> list[Message]:
         """Return the messages since the last call; wait up to `timeout` for the first message."""
@@ -113,16 +113,16 @@ class TrialExecutor(Protocol):
         """Remove an attempt that has ended, and free its slot."""
 
     def reject_events(self) -> None:
-        """Reject all further events of attempts: the search is over, and writes nothing more."""
+        """Reject all further events of attempts, because the search is over and writes nothing more."""
 
 
 def stop_and_wait(
     executor: TrialExecutor, grace: timedelta, journal: Callable[[Sequence[EventsSubmitted]], None]
 ) -> None:
-    """Request every trial to save and end; wait up to `grace` plus 3 s, and journal the events that the trials submit.
+    """Ask every trial to save and end; wait up to `grace` plus 3 s, and journal the events that the trials submit.
 
     `journal` is called with the events since its last call, possibly none. If attempts continue after their search, do
-    nothing: the next owner takes over these attempts. Raises the errors of `stop_all`.
+    nothing, because the next owner takes over these attempts. Raises the errors of `stop_all`.
     """
     if executor.attempts_outlive_search:
         return
@@ -142,7 +142,7 @@ def stop_and_wait(
 OnAttemptEnd: TypeAlias = Callable[[BaseException | None], None]
 """Called when an attempt has ended, with the error of its task, if any."""
 LaunchAttempt: TypeAlias = Callable[[TrialSpec, AttemptRequest, SearchChannel, OnAttemptEnd], None]
-"""Starts an attempt."""
+"""Starts an attempt, and calls the `OnAttemptEnd` when the attempt has ended."""
 
 
 def make_thread_pool_launcher(threads: Executor) -> LaunchAttempt:
@@ -195,7 +195,7 @@ class LocalExecutor:
         self._is_closed = False
         self._guard = threading.Lock()
         self._awaited_events: dict[str, EventsSubmitted] = {}
-        """The events for whose journal entry a trial waits, by trial."""
+        """By trial, the submitted events for whose journal entry the trial waits."""
         self._channels: dict[str, InProcessChannel] = {}
 
     def __len__(self) -> int:
@@ -207,14 +207,14 @@ class LocalExecutor:
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial, used_slots = spec.trial.trial, self._slots.values()
         channel = self._channels[trial] = InProcessChannel(trial, self._on_message, self._pool)
-        if self._environments:  # take the lowest free slot: an idle process of that slot has the same devices
+        if self._environments:  # the lowest free slot, since an idle process of that slot has the same devices
             slot = next(slot for slot in range(len(self._environments)) if slot not in used_slots)
             self._slots[trial] = slot
             request = replace(request, environment={**request.environment, **self._environments[slot]})
         self._launch(spec, request, channel, lambda error: self._inbox.put(AttemptExited(trial, error)))
 
     def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        del step  # the channel belongs to the waiting attempt
+        del step  # not needed, since the channel belongs to the waiting attempt
         if trial in self._channels:
             self._channels[trial].send_answer(answer)
 
@@ -278,8 +278,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial`, the number of slots is the smallest limit; without any limit, the number of CPUs. The
-    trials that train at the same time share the CPUs; if there are fewer trials than slots, each share is larger.
+    Without `resources_per_trial`, the smallest limit is the number of slots; without a limit, it is the number of CPUs
+    divided by a trial's processes. The slots share the CPUs; if there are fewer trials than slots, the trials do.
 
     Args:
         plan: the plan, which may limit the number of slots.
@@ -322,10 +322,10 @@ def get_local_machine(total: Mapping[str, float] | None = None) -> Machine:
 
 
 def _make_slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> dict[str, str]:
-    """Return the variables of a slot: the number of its processes, and the threads of their numeric libraries.
+    """Return the variables of a slot: the number of its processes, and the threads of each process's libraries.
 
-    By default such a library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs, busy
-    waiting doubles the CPU time.
+    By default, a numeric library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs,
+    busy waiting doubles the CPU time.
     """
     processes = compute_process_count(plan.processes_per_trial, gpu_count or int(cpu_count))
     variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES_VARIABLE: str(processes)}

@@ -42,8 +42,8 @@ def select_metrics(
 def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
     """Report a step, with a checkpoint if one is due; return False if the trial has ended and the loop must end.
 
-    The code after the loop runs as it does after early stopping; its reports are ignored. With `allow_missing`, the
-    report may lack the metric of the search, which does not exist before the first validation has finished.
+    The code after the loop runs as it does after early stopping, but its reports are ignored. With `allow_missing`, the
+    report may lack the search's metric, for example before the first validation has finished.
     """
     try:
         report_step(metrics, save, allow_missing=allow_missing)
@@ -84,7 +84,7 @@ def make_trial_path(path: str, option: str | None = None) -> str:
         option: the option that a warning names if the user's path is replaced; None for no warning.
     """
     trial, absolute = get_trial(), Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links need not be followed
-    # With isolation="thread", all trials share the folder for temporary files.
+    # With isolation="thread", all trials share the folder for temporary files, so it is no trial's own folder.
     own_folders = [trial.directory, *([Path(tempfile.gettempdir())] if get_process_session() is not None else ())]
     part = r"\d" if trial.id.isdigit() else r"[^\W_]"  # 00001 is not in run-100001
     has_id = re.search(f"(?<!{part}){re.escape(trial.id)}(?!{part})", path)
@@ -101,7 +101,7 @@ def make_trial_path(path: str, option: str | None = None) -> str:
 
 
 def find_sibling_callbacks(callback: object) -> Sequence[object]:
-    """Return the list of callbacks that contains `callback`: Keras and XGBoost do not pass that list to callbacks."""
+    """Find the list that contains `callback` in the callers' frames, since Keras and XGBoost do not pass the list."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)

@@ -41,11 +41,11 @@ _PATH_ATTRIBUTES = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path to which a callback writes. Other attributes may contain paths below that path."""
+"""The attribute with the path to which a callback writes. The callback's other attributes may have paths below it."""
 
 
 def get_initial_epoch() -> int:
-    """Return the `initial_epoch` of a resumed trial: the number of epochs trained; 0 on a fresh start."""
+    """Return the `initial_epoch` of a resumed trial, which is the number of trained epochs; 0 on a fresh start."""
     directory = get_checkpoint_directory()
     return int(json.loads((directory / _POSITION_FILE).read_text())["epochs"]) if directory else 0
 
@@ -72,13 +72,13 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     model.fit(images, labels, epochs=20, initial_epoch=get_initial_epoch(), callbacks=[TuneReportCheckpointCallback()])
     ```
 
-    Restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy and
-    PyTorch, from which `fit` draws the order of the data. The model must be compiled, and built by its first `fit`.
-    Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume: use `pt.Plateau`.
+    A resume restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy
+    and PyTorch, from which `fit` draws the order of the data. The model must be compiled, and built by its first `fit`.
+    Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume; use `pt.Plateau` to stop early.
     The position within an epoch is not saved, so the smallest interval between saves is one epoch.
 
     The paths of `ModelCheckpoint`, `CSVLogger`, `TensorBoard` and `BackupAndRestore` are moved below the trial's
-    directory: otherwise, trials would overwrite each other's files. A path that contains the trial's ID is not moved.
+    directory, so that trials do not overwrite each other's files. A path that contains the trial's ID is not moved.
     A backup of an earlier attempt is removed, because the trial resumes from its checkpoint.
 
     Args:
@@ -109,8 +109,8 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del logs
         if epoch != self._epochs:
-            raise InvalidInput(f"model.fit: pass initial_epoch=get_initial_epoch(), {self._epochs} here; found {epoch}")
-        if (state := self._restored_random_state) is not None:  # the model's construction has advanced the generators
+            raise InvalidInput(f"initial_epoch: expected {self._epochs}, found {epoch}; pass get_initial_epoch()")
+        if (state := self._restored_random_state) is not None:  # restored here, since building the model draws numbers
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
             name, keys, *rest = state["numpy"]
@@ -152,7 +152,7 @@ def _move_path(callback: object, kind: type, attribute: str) -> None:
 
 
 def _collect_variables(model: Any) -> Sequence[Any]:
-    """Return the weights, seeds and optimizer variables, each once. Metrics are left out: each epoch resets them."""
+    """Return the weights, seeds and optimizer variables, each once; omit metrics, because each epoch resets them."""
     optimizer = model.optimizer
     if not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -41,7 +41,7 @@ def load_booster(directory: str | Path) -> lgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `init_model` to start or resume with; see `TuneReportCheckpointCallback`."""
+    """Return the `num_boost_round` and `init_model` of a start or a resume; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0
@@ -56,14 +56,14 @@ class TuneReportCheckpointCallback:
     ```
 
     A resume is exact if no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra trees use
-    generators that LightGBM neither saves nor reseeds. With these options, use `train`: its resume is exact.
-    Put this callback last: in the trial's last round, LightGBM calls no callback after this one.
+    generators that LightGBM neither saves nor reseeds. With these options, use `train`, whose resume is exact.
+    Put this callback last, because in the trial's last round LightGBM calls no callback after this one.
 
     Args:
         metrics: the metrics to report; `{"loss": "test-multi_logloss"}` renames one. Default: all.
     """
 
-    order = 90  # LightGBM calls callbacks in this order; its early stopping has 30
+    order = 90  # LightGBM calls callbacks with lower numbers first; its early stopping has 30
 
     def __init__(self, metrics: MetricNames = None) -> None:
         self._metrics = metrics
@@ -81,7 +81,7 @@ class TuneReportCheckpointCallback:
 
 
 class _LightgbmReplayCallback(TuneReportCheckpointCallback):
-    """Does not report the first `reported_rounds` rounds again: an earlier attempt has reported these rounds."""
+    """Does not report the first `reported_rounds` rounds, which an earlier attempt has reported."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -101,10 +101,10 @@ def train(
     metrics: MetricNames = None,
     **options: Any,
 ) -> lgb.Booster:
-    """Train like `lgb.train`, in segments that each start with new generators, seeded by `seed`.
+    """Train like `lgb.train`, but in segments, each of which starts with new generators that are seeded by `seed`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads, it ends with the trees
-    of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its last segment from the start. So with the same number of threads, the trial ends with the
+    trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-l2"}, valid_sets=[test], valid_names=["test"])
@@ -112,9 +112,9 @@ def train(
 
     Args:
         params: LightGBM's parameters; `seed` is the only seed with an effect.
-        train_set: the training data. All data sets need `free_raw_data=False`: each segment starts from their scores.
+        train_set: the training data. All data sets need `free_raw_data=False`, since each segment reads their raw data.
         num_boost_round: the number of rounds in all segments together.
-        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than that.
+        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than a segment has.
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `lgb.train`; `callbacks` restart in each segment.
     """

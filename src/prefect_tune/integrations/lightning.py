@@ -52,7 +52,7 @@ _USED_INTERNALS = (
     "epoch_loop.restarting",
     "epoch_loop.val_loop._combined_loader",
 )
-"""Internals of Lightning's training loop that this module uses: no public API saves between batches or epochs."""
+"""Internals of Lightning's training loop that this module uses. No public API can save between batches or epochs."""
 
 
 def get_checkpoint_path() -> str | None:
@@ -75,13 +75,13 @@ class TuneReportCheckpointCallback(Callback):
     pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
     `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` are moved
-    below the trial's directory: otherwise, trials would overwrite each other's files. A path that contains the trial's
-    ID is not moved.
+    below the trial's directory, so that trials do not overwrite each other's files. A path that contains the trial's ID
+    is not moved.
 
     Args:
         metrics: which of `trainer.callback_metrics` to report; `{"loss": "val_loss"}` renames one. Default: all.
         every_steps: the number of optimizer steps between reports. Default: report at the end of each epoch. Before the
-            end of the first validation, reports may lack the metric of the search.
+            end of the first validation, reports may lack the search's metric.
     """
 
     def __init__(self, metrics: MetricNames = None, *, every_steps: int | None = None) -> None:
@@ -138,7 +138,7 @@ class TuneReportCheckpointCallback(Callback):
     def _patch_loops(self, fit_loop: Any) -> None:
         """Patch the loops to call this callback after each complete batch and epoch of Lightning.
 
-        All hooks of callbacks run too early: before other hooks, a validation, and schedulers that monitor a metric.
+        A callback's own hooks run too early, before other hooks, a validation, and schedulers that monitor a metric.
 
         Raises:
             InvalidInput: this version of Lightning has different loops.
@@ -153,7 +153,7 @@ class TuneReportCheckpointCallback(Callback):
                 (fit_loop, "on_advance_end", self._end_epoch),
                 (fit_loop, "on_run_end", self._end_fit),
             ):
-                # Wrap the method of the class: in a second `fit`, the loop's own method is this patch.
+                # Wrap the method of the class, because in a second `fit` the loop's own method is already this patch.
                 setattr(loop, name, partial(method, getattr(type(loop), name).__get__(loop)))
         except AttributeError as error:
             version = lightning.__version__
@@ -163,10 +163,10 @@ class TuneReportCheckpointCallback(Callback):
         loaders = self._trainer.fit_loop._combined_loader.flattened  # no public attribute has all loaders
         if stateless := [type(loader).__name__ for loader in loaders if not hasattr(loader, "load_state_dict")]:
             raise InvalidInput(
-                f"{stateless}: a resumed training would start with other batches; use "
+                f"{stateless}: without a saved position, a resume would train on other batches; use "
                 "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
             )
-        # Lightning's own SIGTERM handler would end the training at the next batch, before its report and save.
+        # Restore the SIGTERM handler: Lightning's would end the training at the next batch, before its report and save.
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
         if get_checkpoint_path() is not None and self._restored_state is None:
@@ -178,7 +178,7 @@ class TuneReportCheckpointCallback(Callback):
         fit_loop = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
-        if states:  # Lightning loads them only within an epoch, and not into a loader that already exists
+        if states:  # Lightning itself loads these only within an epoch, and not into existing loaders
             fit_loop._combined_loader._load_state_dicts(states)
             iter(fit_loop._data_fetcher)
         epochs = fit_loop.epoch_progress.current
@@ -199,7 +199,7 @@ class TuneReportCheckpointCallback(Callback):
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
-        """Reset an epoch. After a restore, Lightning must neither repeat nor skip parts of a batch."""
+        """Reset an epoch, and the flags by which Lightning would repeat or skip parts of a batch after a restore."""
         reset()
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False
@@ -233,14 +233,14 @@ class TuneReportCheckpointCallback(Callback):
             self._trainer.should_stop = True
 
     def _save_trainer(self, directory: str) -> None:
-        """Save on all ranks: Lightning gathers the state on rank 0, but each rank has its own random generators."""
+        """Save on all ranks. Lightning gathers its state on rank 0, but each rank has its own random generators."""
         self._trainer.save_checkpoint(Path(directory, _CHECKPOINT_FILE))
         if self._rank:
             torch.save(random_state(), Path(directory, _RANK_FILE.format(self._rank)))
 
 
 def _move_logger(logger: Any, option: str | None) -> None:
-    """Restart a logger below the trial's directory; Lightning has already opened it."""
+    """Restart a logger, which Lightning has already opened, below the trial's directory."""
     original = logger.log_dir
     if make_trial_path(original) == original:
         return

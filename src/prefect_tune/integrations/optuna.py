@@ -78,7 +78,7 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):
-    """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. See `ASHA`.
+    """Stops a trial if a pruner of Optuna prunes the trial by the first metric of the objective. See `ASHA`.
 
     Successive halving, Hyperband and threshold pruners are called at the steps at which they may prune a trial. All
     other pruners are called at each step.
@@ -105,7 +105,7 @@ class _OptunaSchedule(Schedule):
     def __init__(self, pruner: BasePruner, objective: Objective, seed: int) -> None:
         self._pruner = pruner
         self._objective = Objective(metrics=objective.metrics[:1], modes=objective.modes[:1])
-        # Hyperband chooses a trial's bracket by the study's name and the trial's number.
+        # Hyperband chooses a trial's bracket by the study's name and the trial's number, so the name has the seed.
         self._study = Study(f"prefect-tune-{seed}", self._objective.modes)
         self._study.pruner = pruner
         self._trials = self._study.trial_storage
@@ -130,10 +130,10 @@ class _OptunaSchedule(Schedule):
             ):
                 return _find_next_rung_step(first * factor**rate, factor, step)
             case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
-                return _find_next_rung_step(first, factor, step)  # of all brackets together
+                return _find_next_rung_step(first, factor, step)  # a rung of any bracket
             case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
                 return max(first, first + ((step - first) // interval + 1) * interval)
-            case _:  # other pruners check each value
+            case _:  # other pruners are called at each step
                 return step + 1
 
     def decide(self, report: TrialReport) -> Decision:
@@ -168,7 +168,7 @@ def _find_next_rung_step(first: int, factor: int, step: int) -> int:
 
 
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
-"""Names of metrics, or a function of (config, metrics). A trial is feasible if all these values are at most 0."""
+"""Names of metrics, or a function of (config, metrics). A trial is feasible if all their values are at most 0."""
 
 _log = logging.getLogger("prefect_tune")
 _STUDY_NAME = "prefect-tune"
@@ -183,7 +183,7 @@ class OptunaSearch(Search):
 
     The seed is the experiment's; the sampler's own seed has no effect. The sampler receives each metric of the
     objective. With a single metric, trials that a scheduler stopped count as pruned, and the sampler also receives the
-    reports at milestones. A trial counts as failed if its last report lacks a metric of the objective or a constraint.
+    reports at milestones. A trial counts as failed if its last report lacks a metric of the objective or constraints.
     """
 
     sampler: BaseSampler | Mapping[str, Mapping[str, object]] | str | None = None
@@ -193,7 +193,7 @@ class OptunaSearch(Search):
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Missing values are sampled."""
     constraints: Constraints | None = field(default=None, kw_only=True)
-    """For TPE, GP, NSGA-II and NSGA-III. A function must be deterministic and return a constant number of values."""
+    """Only for TPE, GP, NSGA-II, NSGA-III. A function must be deterministic and return a constant number of values."""
 
     def __post_init__(self) -> None:
         convert_scalar_fields(self)
@@ -275,11 +275,11 @@ class _OptunaSearchState(SearchState):
             return
         trial, proposed = self._propose(number, fixed)
         if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
-            trial.system_attrs = {}  # another search proposed `config`: the sampler's own point is still untried
+            trial.system_attrs = {}  # another search proposed `config`, so the sampler's own point is still untried
         self._store_trial(number, config, trial, parameters)
 
     def on_report(self, number: int, report: StepReport) -> None:
-        if number in self._trials_by_number and self._has_one_metric:  # else Optuna has no intermediate values
+        if number in self._trials_by_number and self._has_one_metric:  # Optuna takes no reports of several metrics
             trial_id, _ = self._trials_by_number[number]
             (value,) = get_objective_values(self._objective, report.metrics, f"trial {number}, step {report.step}")
             self._reopen_trial(number)
@@ -339,7 +339,7 @@ class _OptunaSearchState(SearchState):
         drawn = dict(fixed)
 
         def draw(name: str, domain: Domain) -> float:
-            # Also suggest fixed values: Optuna needs them before it draws parameters that depend on them.
+            # Suggest fixed values, too, because Optuna needs them before it draws parameters that depend on them.
             stored = trial._suggest(name, make_distribution(domain))  # noqa: SLF001 - like suggest_float and others
             value = drawn.setdefault(name, from_optuna_value(domain, stored))
             assert isinstance(value, int | float), name  # noqa: S101 - fixed values come from the same space
@@ -365,7 +365,7 @@ class _OptunaSearchState(SearchState):
         self._tried_keys.add(_get_proposal_key(stored))
 
     def _reopen_trial(self, number: int) -> None:
-        """Set the trial to running if it had ended: it was resumed."""
+        """Set the trial to running if it had ended and was resumed."""
         if self._trials.reopen_trial(self._trials_by_number[number][0]):
             self._sampler.reset_search_space_cache()
 
@@ -392,7 +392,7 @@ class _OptunaSearchState(SearchState):
 
     def _tell_sampler(self, number: int, state: TrialState, values: Sequence[float] | None) -> None:
         trial = self._trials.get_trial(self._trials_by_number[number][0])
-        if self._sampler.is_exhaustive:  # its `after_trial` would only search the grid again
+        if self._sampler.is_exhaustive:  # skip `after_trial`, which would only search the grid again
             self._trials.set_trial_state_values(trial._trial_id, state, values)  # noqa: SLF001 - no public name
             return
         self._study.sampler = self._sampler.prepare_result_sampler(number)

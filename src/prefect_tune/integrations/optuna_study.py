@@ -34,7 +34,7 @@ from prefect_tune.core.search.space import ParameterMatch, ParameterMismatch, ch
 from prefect_tune.core.seeded_random import draw_integer
 from prefect_tune.core.values import Metrics
 
-# Convert domains to Optuna's distributions, and values between the two.
+# Convert domains to Optuna's distributions, and values to Optuna's values and back.
 # A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `model.depth`, `model?1.depth`.
 
 Scalar: TypeAlias = bool | int | float | str | None
@@ -56,7 +56,7 @@ def extract_parameters(
 ) -> TrialParameters | None:
     """Return the parameters of `config`; None if a value is outside of the space.
 
-    `domains` are the domains of the space, in the order in which they are suggested. `config` may be of another space:
+    `domains` are the domains of the space, in the order in which they are suggested. `config` may be of another space;
     the result has only the parameters that `config` and the space have in common.
     """
     drawn: dict[str, object] = {}
@@ -128,7 +128,7 @@ def _map_space(value: object, change: Callable[[object], object]) -> object:
 def make_distribution(domain: Domain) -> BaseDistribution:
     """Return Optuna's distribution for a domain. A `Normal` becomes its quantile, a choice becomes its options.
 
-    Optuna has no steps on a logarithmic scale: it draws without steps, and `from_optuna_value` rounds the result.
+    Optuna has no steps on a logarithmic scale, so it draws without steps, and `from_optuna_value` rounds the result.
     """
     match domain:
         case Float(low, high, "linear", q) if q is not None:
@@ -189,13 +189,13 @@ def _make_choice_labels(domain: Choice | Grid) -> list[Scalar]:
 
 
 def _find_drawable_indexes(domain: Choice | Grid) -> list[int]:
-    """Return the indexes of the options with a nonzero weight: samplers ignore the size of a weight."""
+    """Return the indexes of the options with a nonzero weight; Optuna, which has no weights, treats these alike."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 
 
 def _round_to_multiple(value: float, q: float) -> float:
-    """Round to a multiple of `q` in decimal notation: Optuna compares 0.1 * 3 and 0.3 by their decimals."""
+    """Round to a multiple of `q` in decimal notation, because Optuna compares decimals, and 0.1 * 3 is not 0.3."""
     step = Decimal(repr(q))
     return float((Decimal(repr(value)) / step).to_integral_value() * step)
 
@@ -259,7 +259,7 @@ class Study(optuna.Study):
 
 
 def get_objective_values(objective: Objective, metrics: Metrics, where: str) -> tuple[float, ...]:
-    """Return the objective's metrics as reported, not as losses: a sampler may depend on the signs.
+    """Return the objective's metrics as reported, not as losses, because a sampler may depend on the signs.
 
     Raises:
         BadMetric: like `Objective.losses`.
@@ -306,7 +306,7 @@ _SEED_BITS = 128
 class SeededSampler:
     """A sampler that is copied for each proposal. Each copy has its own seeds.
 
-    The sampler's own seeds are ignored: draws depend on the experiment's seed and the number of the trial.
+    The sampler's own seeds are ignored; draws depend on the experiment's seed and the number of the trial.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
@@ -314,13 +314,13 @@ class SeededSampler:
         self._seed = seed
         parts = list(_iter_parts(self._original_sampler, set()))
         for part in parts:
-            if isinstance(part, samplers.QMCSampler):  # it has drawn a seed if no seed was passed
+            if isinstance(part, samplers.QMCSampler):  # replace its seed, which may be random
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # For several processes only: here, running trials have all parameters and hide no part of the space.
+                # For several processes only. Here, running trials have all parameters, and hide no part of the space.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
-        # Generators need no copies: they are reseeded before each use.
+        # Generators need no copies, because they are reseeded before each use.
         self._shared: dict[int, object] = {id(it): it for it in parts if isinstance(it, (*_SHARED_TYPES, _Generator))}
         if isinstance(core := unwrap_sampler(self._original_sampler), samplers.GridSampler):
             self._shared |= {id(part): part for part in (core._all_grids, core._search_space)}  # noqa: SLF001 - constant
@@ -337,7 +337,7 @@ class SeededSampler:
         return copy.deepcopy(self._original_sampler, dict(self._shared))
 
     def prepare_result_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler that receives the end of trial `number`. Later copies contain what it stores."""
+        """Return the sampler that receives the end of trial `number`. Later copies contain what this sampler stores."""
         self._seed_generators("ended", number)
         return self._original_sampler
 

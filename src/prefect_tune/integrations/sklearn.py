@@ -26,14 +26,14 @@ _TRUSTED_TYPES = frozenset(f"sklearn.neural_network._stochastic_optimizers.{name
 
 
 def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = frozenset()) -> Any:
-    """Return the estimator of a checkpoint. It is not unpickled: only objects of types known to skops are created.
+    """Return the estimator of a checkpoint without unpickling; only objects of known or trusted types are created.
 
     Args:
         directory: `results.checkpoint(trial).to_directory()`, for example.
-        trusted_types: other allowed types, such as `my_package.MyEstimator`. Creating them may run their code.
+        trusted_types: other allowed types, such as `my_package.MyEstimator`. Creating such objects may run their code.
 
     Raises:
-        InvalidInput: the file contains another type.
+        InvalidInput: the file contains a type that is neither known to skops nor trusted.
     """
     path = Path(directory, _ESTIMATOR_FILE)
     types = set(skops.io.get_untrusted_types(file=path))
@@ -47,7 +47,7 @@ class PartialFitTrainable(Trainable):
 
     A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
     and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial. If an
-    estimator's `random_state` is None, it is set to `seed`: else scikit-learn would draw from NumPy's global state.
+    estimator's `random_state` is None, it is set to `seed`, so that scikit-learn does not use NumPy's global state.
     A changed configuration (population-based training) sets the parameters of the restored estimator.
     """
 
@@ -55,14 +55,14 @@ class PartialFitTrainable(Trainable):
     batches_per_step: ClassVar[int] = 1
     seed: ClassVar[int] = 0
     trusted_types: ClassVar[frozenset[str]] = frozenset()
-    """Types in the estimator that are not from scikit-learn; see `load_estimator`."""
+    """Types in the estimator that skops does not know; see `load_estimator`."""
 
     def make_estimator(self, config: dict[str, Any]) -> Any:
         """Return a new estimator with the configuration's parameters."""
         raise NotImplementedError(f"{type(self).__name__}.make_estimator: return an estimator with partial_fit")
 
     def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the training data: an array of examples, and their labels; None without labels."""
+        """Return the training data: an array of examples, and their labels, or None for data without labels."""
         raise NotImplementedError(f"{type(self).__name__}.make_data: return examples and labels")
 
     def evaluate(self, estimator: Any) -> Mapping[str, object]:

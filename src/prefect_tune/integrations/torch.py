@@ -39,16 +39,16 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
     save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, best=0.4)
     ```
 
-    The generators are Python's, NumPy's global generator, and PyTorch's on the CPU and on each CUDA device.
+    The generators are the global generators of Python and NumPy, and PyTorch's on the CPU and each CUDA device.
 
     Args:
         extra: further plain values.
-        parts: everything that the next step depends on, by names that you choose: `Stateful` objects and plain values.
+        parts: everything that the next step needs, under names that you choose: `Stateful` objects and plain values.
             Plain values are numbers, text, None, tensors, NumPy's arrays and numbers, and lists, tuples and dicts of
             these. `load_state` returns the plain values.
 
     Raises:
-        InvalidInput: a part is neither `Stateful` nor plain, or its state is not plain: `load_state` could not read it.
+        InvalidInput: a part is neither `Stateful` nor plain, or has a state that `load_state` could not read.
     """
     states = {name: part.state_dict() for name, part in parts.items() if _is_stateful(part)}
     values = {name: part for name, part in parts.items() if name not in states}
@@ -57,7 +57,7 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
         raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} in both the parts and extra")
     for kind, by_name in saved.items():
         saved[kind] = {name: _encode_value(value, str(name), name) for name, value in by_name.items()}
-    Path(directory).mkdir(parents=True, exist_ok=True)  # for example, a subdirectory for a rank
+    Path(directory).mkdir(parents=True, exist_ok=True)  # for example, a rank's new subdirectory
     torch.save({**saved, "random": random_state()}, Path(directory, _STATE_FILE))
 
 
@@ -69,10 +69,10 @@ def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
     ```
 
     Plain parts may be left out. Lists, dicts, tensors and arrays that you pass are also changed in place. Numbers and
-    text cannot be changed in place: assign the returned values.
+    text cannot be changed in place, so assign the returned values.
 
     The file is read with `weights_only=True`, so an untrusted checkpoint cannot run code. An optimizer's learning rate
-    is part of its state: if a scheduler changes the trial's configuration (PBT), set the rate again after the load.
+    is part of its state, so if a scheduler changes the trial's configuration (PBT), set the rate again after the load.
 
     Raises:
         InvalidInput: the parts differ from the saved parts.
@@ -104,7 +104,7 @@ def _is_stateful(part: object) -> bool:
 
 
 def _encode_value(value: Any, path: str, part: str) -> Any:
-    """Return `value` with NumPy's arrays and numbers as tensors of bytes. Errors name its location, `path` in `part`.
+    """Return `value` with NumPy's arrays and numbers as tensors of bytes; error messages name `part` and `path`.
 
     Raises:
         InvalidInput: the result does not load with `weights_only=True`.
@@ -112,7 +112,7 @@ def _encode_value(value: Any, path: str, part: str) -> Any:
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return value
     array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else None
-    if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: defined by another package
+    if array is not None and array.dtype.isbuiltin != 2 and not array.dtype.hasobject:  # 2: another package's type
         data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
         header = {_NUMPY_KEY: np.lib.format.dtype_to_descr(array.dtype), "shape": array.shape}
         return {**header, "data": data, "is_array": array is value}
@@ -147,7 +147,7 @@ def _decode_value(value: Any) -> Any:
 
 
 def _assign_in_place(name: str, part: Any, value: Any) -> None:
-    """Copy the content of `value` into a mutable `part`. Raise InvalidInput if an array's shape or type differs."""
+    """Copy `value` into `part` if `part` is mutable. Raise InvalidInput if an array's shape or type differs."""
     if isinstance(part, torch.Tensor | np.ndarray):
         kind = torch.Tensor if isinstance(part, torch.Tensor) else np.ndarray
         if not isinstance(value, kind) or (part.shape, part.dtype) != (value.shape, value.dtype):
@@ -199,18 +199,18 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     Fabric, each loop starts a new epoch, even after a partial epoch (`limit_train_batches`, sanity check).
 
     The ranks of `torch.distributed` split each global batch of `batch_size * world size` examples. A resume may have
-    more or fewer ranks: the epoch continues with the examples that no rank has seen. If an epoch's last batch has fewer
-    examples than there are ranks, some examples repeat. (Lightning: `Trainer(use_distributed_sampler=False)`.)
+    more or fewer ranks; the epoch continues with the examples that no rank has seen. If an epoch's last batch has fewer
+    examples than there are ranks, some examples repeat. In Lightning, use `Trainer(use_distributed_sampler=False)`.
 
     Args:
-        dataset: a dataset with a length and examples by number.
-        batch_size: the number of examples in a batch, on each rank.
+        dataset: a map-style dataset, which has a length, and examples by index.
+        batch_size: the number of examples in each rank's batch.
         shuffle: whether each epoch has its own order. If False, each epoch has the order of the dataset.
         seed: the seed of the order.
         options: all other options of a `DataLoader`, except samplers.
 
     Raises:
-        InvalidInput: an option would determine the order of the examples or the position, or has the wrong type.
+        InvalidInput: the dataset is a stream, an option such as `sampler` sets another order, or a value is invalid.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
             raise InvalidInput(
-                f"ResumableLoader: expected a dataset with a length and examples by number, found "
+                f"ResumableLoader: expected a map-style dataset, with a length and examples by index, found "
                 f"{type(dataset).__name__}; a loader over a stream must save its position itself, with state_dict and "
                 "load_state_dict (like torchdata's StatefulDataLoader)"
             )
@@ -229,7 +229,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
                     "train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
                 )
         if options.get("in_order", True) is not True:
-            raise InvalidInput("ResumableLoader(in_order=False): expected True: its position counts batches in order")
+            raise InvalidInput("ResumableLoader(in_order=False): expected True, since positions count ordered batches")
         for name, number, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(number, bool) or not hasattr(number, "__index__") or not minimum <= number < 1 << 63:
                 raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {minimum} or more")
@@ -238,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
-        # Not the global generator: each new iterator draws a number, and a resumed training makes one more iterator.
+        # A resume makes one more iterator, and each iterator draws a number, so none may use the global generator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._batches, **options)
 
@@ -250,7 +250,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned process, with the generator as bytes: PyTorch 2.13 cannot pickle it."""
+        """Return the state for a spawned process, with the generator as bytes, since PyTorch 2.13 cannot pickle it."""
         generator = self.generator
         return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 
@@ -261,7 +261,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
         self.__dict__.update(state)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the data. It is the same on all ranks."""
+        """Return the position in the data, which is the same on all ranks."""
         return {"epoch": self._batches.epoch, "examples_done": self._batches.examples_done}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -286,14 +286,14 @@ class _ResumableBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next epoch if a part of the current epoch is done, unless the position has just been restored."""
-        del epoch  # the trainer's number may or may not count the epochs before a resume
+        del epoch  # not used: after a resume, some trainers count the earlier epochs, and some do not
         if self.examples_done and not self.is_restored:
             self.epoch, self.examples_done = self.epoch + 1, 0
         self.is_restored = False
 
     @property
     def global_batch_size(self) -> int:
-        """The number of examples in a batch of all ranks."""
+        """The number of examples in a global batch, which all ranks split."""
         return self._batch_size * _get_rank_and_world_size()[1]
 
     def __len__(self) -> int:
@@ -308,12 +308,12 @@ class _ResumableBatchSampler:
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
     def end_epoch_if_done(self) -> None:
-        """Begin the next epoch if no batch is left. After a change of the world size, some examples may be left."""
+        """Begin the next epoch if no batch is left. With `drop_last`, the last examples may be too few for a batch."""
         if self.examples_done and not self._find_batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 
     def _find_batch_starts(self, begin: int) -> range:
-        """Return the index of the first example of each batch in an epoch, from the index `begin` on."""
+        """Return the index at which each batch of an epoch starts, from the index `begin` on."""
         return range(begin, self._size - (self.global_batch_size - 1 if self._drop_last else 0), self.global_batch_size)
 
 

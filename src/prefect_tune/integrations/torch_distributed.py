@@ -1,4 +1,4 @@
-"""Read and write a trial's checkpoint with `torch.distributed.checkpoint`. The metadata is JSON: reading runs no code.
+"""Read and write a trial's checkpoint with `torch.distributed.checkpoint`; reading runs no code.
 
     rank 0: dcp.save ──► shard-0.bin, checkpoint.json ─┐
     rank 1: dcp.save ──► shard-1.bin                   ├──► pt.report, or save_checkpoint ──► one commit
@@ -6,7 +6,7 @@
     any number of ranks: dcp.load ◄── the bytes that each needs ◄── the directory, or the checkpoint on its target
 
 Each rank writes to its own directory, so nothing is overwritten, and a killed rank leaves no checkpoint. The trial's
-ranks commit the checkpoint as usual: this module only defines the layout of the files.
+ranks commit the checkpoint as usual; this module defines only the layout of the files. The metadata is plain JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
-"""The size limits of one read and of the gap between two ranges in one read. The chunks of a read load in parallel."""
+"""The largest read, and the largest gap between two ranges in one read. The chunks of a read load in parallel."""
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -98,7 +98,7 @@ class _MetadataDocument(_StrictModel):
     objects: dict[str, _ByteRange]
     """The other values by name, in the format of `torch.save`."""
     paths: dict[str, _Path] | None
-    """The path of each name in the state dict before it was flattened; None if it was not flattened."""
+    """The path of each name in the state dict before flattening; None if the state dict was not flattened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ class CheckpointWriter(StorageWriter):
         dcp.save(self.state(), storage_writer=CheckpointWriter(checkpoint_dir))
     ```
 
-    If several ranks have a tensor, one of them writes it. `torch.load` must be able to read all other values with
-    `weights_only=True`. Report a directory of `dcp.async_save` only after the future of that call is done.
+    If several ranks have the same tensor, one rank writes it. Values other than tensors must load with
+    `torch.load(..., weights_only=True)`. After `dcp.async_save`, report the directory only when its future is done.
 
     Args:
-        directory: this rank's directory: the argument of `save_checkpoint`, or `pt.get_trial().new_checkpoint_dir()`.
-            A missing directory, such as `checkpoint_dir + "/model"`, is created. A directory holds only one `dcp.save`.
+        directory: this rank's directory, such as `pt.get_trial().new_checkpoint_dir()` or the argument of
+            `save_checkpoint`; a missing one, like `checkpoint_dir + "/model"`, is created. It holds one `dcp.save`.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -135,7 +135,7 @@ class CheckpointWriter(StorageWriter):
         self._directory = Path(str(checkpoint_id)) if checkpoint_id else self._directory
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
-        """Check that the save makes one checkpoint of all ranks, and make the directory.
+        """Check that the save makes one checkpoint of all ranks, and create the directory.
 
         Raises:
             InvalidInput: `use_collectives` is False, so each rank would write only its own part's metadata; or the
@@ -144,7 +144,7 @@ class CheckpointWriter(StorageWriter):
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
             raise InvalidInput(
-                "CheckpointWriter: expected use_collectives=True, found False: a rank would not know the others' files"
+                "CheckpointWriter: expected use_collectives=True, found False, with which no rank knows all files"
             )
         self._directory.mkdir(parents=True, exist_ok=True)
         if earlier := [path.name for path in self._directory.iterdir() if _SAVE_FILE_PATTERN.fullmatch(path.name)]:
@@ -180,7 +180,7 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata: the location of each value.
+        """Write the metadata, which has the location of each value.
 
         Raises:
             InvalidInput: the planner adds data of its own.
@@ -233,7 +233,7 @@ class CheckpointReader(StorageReader):
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        # Not in `read_metadata`: `dcp.load` of PyTorch 2.11 reports an error there only as "metadata is None".
+        # Read here, not in `read_metadata`, whose errors `dcp.load` of PyTorch 2.11 reports only as "metadata is None".
         self._metadata = self._read_metadata()
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -283,7 +283,7 @@ class CheckpointReader(StorageReader):
     def _find_item_range(self, item: Any) -> _ItemRange:
         """Return the range of bytes that an item needs; for a tensor, the range of complete rows."""
         chunk = self._metadata.storage_data[item.storage_index]
-        if item.type is LoadItemType.BYTE_IO or not chunk.sizes:  # an object, or a number
+        if item.type is LoadItemType.BYTE_IO or not chunk.sizes:  # an object, or a scalar tensor
             return _ItemRange(chunk.file, chunk.start, chunk.start + chunk.length, item)
         row_bytes = chunk.length // chunk.sizes[0] if chunk.sizes[0] else 0
         first = chunk.start + item.storage_offsets[0] * row_bytes
@@ -298,7 +298,7 @@ class CheckpointReader(StorageReader):
         chunk_sizes = self._metadata.storage_data[item.storage_index].sizes
         dtype = tensor.properties.dtype
         values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        if chunk_sizes:  # the bytes are complete rows
+        if chunk_sizes:  # the bytes are complete rows, of which the item may need a part
             rows = values.reshape((item.lengths[0], *chunk_sizes[1:]))
             values = narrow_tensor_by_index(rows, (0, *item.storage_offsets[1:]), item.lengths)
         target = planner.resolve_tensor(item).detach()
@@ -325,7 +325,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A tensor of one element is contiguous with any stride, but a view of bytes requires the stride 1.
+    # Set the stride to 1, as a view of bytes requires, since a tensor of one element is contiguous with any stride.
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -341,7 +341,7 @@ def _encode_object(name: str, data: io.BytesIO) -> memoryview:
 
 
 def _sanitize_pickle(name: str, raw: memoryview) -> io.BytesIO:
-    """Return the value in `raw` as a pickle without code: DCP's planner unpickles without restrictions."""
+    """Return the value in `raw` as a pickle without code, because DCP's planner unpickles without restrictions."""
     try:
         value = torch.load(io.BytesIO(raw), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -358,17 +358,17 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
     values: dict[str, Any] = {name: BytesStorageMetadata() for name in document.objects}
     locations: dict[MetadataIndex, _ByteRange] = {MetadataIndex(name): it for name, it in document.objects.items()}
     if twice := document.objects.keys() & document.tensors.keys():
-        raise _MetadataError(f"expected one value of each name, found a tensor and another value of {sorted(twice)}")
+        raise _MetadataError(f"expected one value per name, found a tensor and another value of {sorted(twice)}")
     for name, tensor in document.tensors.items():
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # an empty chunk may have another chunk's offset
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty chunks first, which others may replace
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))
             if not is_inside or chunk.length != math.prod(chunk.sizes) * dtype.itemsize:
-                raise _MetadataError(f"{name}: expected a part of {tensor.sizes}, found {chunk!r}")
+                raise _MetadataError(f"{name}: expected a part of a tensor of sizes {tensor.sizes}, found {chunk!r}")
             locations[MetadataIndex(name, torch.Size(chunk.offsets))] = chunk
         if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.sizes):
             raise _MetadataError(
@@ -384,7 +384,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
 
 
 def _group_into_reads(parts: Iterable[_ItemRange]) -> Iterator[list[_ItemRange]]:
-    """Yield groups of parts that are near enough for one read; `parts` are in the order of the file."""
+    """Yield groups of parts that are near enough for one read; `parts` are in the order of their bytes in a file."""
     group: list[_ItemRange] = []
     for part in parts:
         if group and (part.start - group[-1].end > _MAX_GAP_BYTES or part.end - group[0].start > _MAX_READ_BYTES):

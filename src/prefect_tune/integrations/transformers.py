@@ -48,14 +48,14 @@ class TuneReportCheckpointCallback(TrainerCallback):
     trainer.train(resume_from_checkpoint=get_checkpoint_path())
     ```
 
-    Each report is saved, even if the flow's `checkpoint` interval is longer: the Trainer saves only at its own save
-    points. On a resume, the Trainer restores the random states and skips trained batches. Weights and states are read
-    without running code (`training_args.bin` is a pickle, and is not read). For several processes, use
-    `processes_per_trial`.
+    Each report is saved, even if the flow's `checkpoint` interval is longer, because the Trainer can save only at its
+    own save points. On a resume, the Trainer restores the random states and skips the batches already trained. Weights
+    and states are read without running code (`training_args.bin` is a pickle, and is not read). For several processes,
+    use `processes_per_trial`.
 
-    Trials would overwrite each other's files in a shared `output_dir`. So `output_dir` is moved below the trial's
-    directory, unless it contains the trial's ID. With a `save_strategy` other than `"no"`, the Trainer also saves to
-    `output_dir`. Its checkpoints are synced as artifacts; those that this callback also requests move to the target.
+    Trials would overwrite each other's files in a shared `output_dir`, so it is moved below the trial's directory,
+    unless its path contains the trial's ID. With a `save_strategy` other than `"no"`, the Trainer also saves there.
+    These checkpoints are synced as artifacts, except that a checkpoint of a reported step goes to the target.
 
     Args:
         metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
@@ -74,7 +74,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del state, control
-        with suppress(InvalidInput):  # no trial runs here; `Trainer.train` raises
+        with suppress(InvalidInput):  # without a trial, only `Trainer.train` raises
             _move_output_dir(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -94,24 +94,24 @@ class TuneReportCheckpointCallback(TrainerCallback):
         if args.ignore_data_skip or args.save_only_model or args.dataloader_persistent_workers:
             raise InvalidInput(
                 "TrainingArguments(ignore_data_skip, save_only_model, dataloader_persistent_workers): expected False "
-                "for each: else a resumed training would differ"
+                "for each, since a resumed training would otherwise differ"
             )
         if getattr(args, "enable_jit_checkpoint", False):
             raise InvalidInput(
-                "TrainingArguments(enable_jit_checkpoint): expected False, found True: the Trainer would end the "
-                "training at SIGTERM as if it were complete; the trial saves and ends without this option"
+                "TrainingArguments(enable_jit_checkpoint): expected False, found True, with which the Trainer ends a "
+                "training at SIGTERM as if it were complete; the trial itself saves and ends at SIGTERM"
             )
         if getattr(model, "_hf_peft_config_loaded", False):
             raise InvalidInput(
-                "Trainer(model): found a model with `model.add_adapter(config)`, whose checkpoints the Trainer cannot "
-                "load; pass `peft.get_peft_model(model, config)`"
+                "Trainer(model): the Trainer cannot load the checkpoints of a model with `model.add_adapter(config)`; "
+                "pass `peft.get_peft_model(model, config)` instead"
             )
         if get_checkpoint_path() is not None and state.global_step == 0:
-            raise InvalidInput("trainer.train: the trial resumes: pass resume_from_checkpoint=get_checkpoint_path()")
+            raise InvalidInput("trainer.train: the trial resumes, so pass resume_from_checkpoint=get_checkpoint_path()")
         for logs in state.log_history:  # after a resume, reports also include the metrics of an earlier evaluation
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):
-            # The Trainer writes weights by their hub names, but loads only those that match the model's own names.
+            # Load all weights, since the Trainer saves them by hub names, but loads only names that the model has.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -157,7 +157,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         if not self._is_trial_over:
             control.should_log = control.should_save = True
             self._requested_step = state.global_step
-            # Not below `output_dir`: an artifact sync would upload incomplete files.
+            # The folder is not below `output_dir`, where an artifact sync would upload incomplete files.
             self._output_dir, args.output_dir = args.output_dir, tempfile.mkdtemp()
 
 

@@ -60,8 +60,8 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
     A resume is exact if no round draws random numbers. If rounds sample rows or columns (`subsample`, `colsample_*`,
     DART), the trees after a resume differ, because XGBoost does not expose its generators' state. In that case, use
-    `train`: its resume is exact. `early_stopping_rounds` restarts its count on a resume: use `pt.Plateau`.
-    The folder of XGBoost's own `TrainingCheckPoint` is moved below the trial's directory: otherwise, trials would
+    `train`, whose resume is exact. `early_stopping_rounds` restarts its count on a resume; use `pt.Plateau` instead.
+    The folder of XGBoost's own `TrainingCheckPoint` is moved below the trial's directory, so that trials do not
     overwrite each other's files. A path that contains the trial's ID is not moved.
 
     Args:
@@ -83,7 +83,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
         del epoch
         last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
-        # Cross-validation returns the mean and the deviation.
+        # Cross-validation returns the mean and the deviation: report the mean.
         last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
         return not try_report_step(select_metrics(last, self._metrics), partial(_save_booster, model))
 
@@ -93,7 +93,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _XgboostReplayCallback(TuneReportCheckpointCallback):
-    """Does not report the first `reported_rounds` rounds again: an earlier attempt has reported these rounds."""
+    """Does not report the first `reported_rounds` rounds, because an earlier attempt has reported these rounds."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -118,19 +118,19 @@ def train(
     metrics: MetricNames = None,
     **options: Any,
 ) -> xgb.Booster:
-    """Train like `xgb.train`, in segments that each start with new generators, seeded by `seed`.
+    """Train like `xgb.train`, in segments that each start with new generators, seeded by `seed` in `params`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads, it ends with the trees
-    of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its last segment from the start. So with the same number of threads, the trial ends with the
+    trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-rmse"}, evals=[(test, "test")])
     ```
 
     Args:
-        dtrain: the training data; its scores are recomputed at the start of each segment.
+        dtrain: the training data; the predictions for it are recomputed at the start of each segment.
         num_boost_round: the number of rounds in all segments together.
-        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than that.
+        segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than this number.
         metrics: see `TuneReportCheckpointCallback`.
         options: options of `xgb.train`, except `xgb_model`; `callbacks` restart in each segment.
     """
@@ -144,7 +144,7 @@ def train(
     for begin in range(first, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
-        # Pass only the trees, like a checkpoint: a booster in memory would keep its generators.
+        # Pass only the trees, as from a checkpoint, because a booster in memory would keep its generators.
         trees = None if booster is None else booster.save_raw("ubj")
         booster = xgb.train(seeded, dtrain, end - begin, xgb_model=trees, callbacks=callbacks, **options)
         if booster.num_boosted_rounds() < end or callback.is_trial_over:

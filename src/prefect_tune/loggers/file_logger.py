@@ -26,7 +26,7 @@ DEFAULT_DIRECTORY = "~/prefect-tune-results"
 class FolderLogger(Callback):
     """A logger that writes to `<directory>/<experiment>/<trial>/`.
 
-    On a machine without the logger's files, all events are delivered again, so the files are rewritten.
+    On a machine without the logger's files, all events are delivered again, so that the files are written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
@@ -71,10 +71,10 @@ def require_package(module: str, extra: str, logger: str) -> None:
 
 
 class StepRows:
-    """A text file with a row, a JSON object, per step. A step's new row replaces the rows of that and all later steps.
+    """A text file with one row (a JSON object) per step. A step's new row replaces the rows of this and later steps.
 
-    A line that a crash truncated is ignored. Each row is passed to the operating system at once. After `sync`, the
-    row survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
+    A line that a crash truncated is ignored. Each row is passed to the operating system at once, and survives a power
+    failure after `sync`. A metric named `trial`, `step` or `trained_seconds` is left out.
     """
 
     header_line_count = 0
@@ -84,7 +84,7 @@ class StepRows:
         self._path = path
         self._is_dirty = False
         self.last_step = 0
-        """The last step in the file."""
+        """The last step in the file; 0 if the file has no rows."""
         self.remove_rows_after(math.inf)
 
     def write_row(self, trial: str, report: StepReport) -> str:
@@ -103,7 +103,7 @@ class StepRows:
         return self._read_text().split("\n")[:-1]
 
     def remove_rows_after(self, step: float) -> None:
-        """Remove the rows of later steps, and lines that are not rows."""
+        """Remove the rows of all steps after `step`, and lines that are not rows."""
         text, lines = self._read_text(), self.read_lines()
         header, rows = lines[: self.header_line_count], lines[self.header_line_count :]
         kept = [row for row in rows if 0 < self._parse_step(row) <= step]

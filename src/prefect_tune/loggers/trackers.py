@@ -38,19 +38,19 @@ def _select_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 
 _TRIAL_TAG = "prefect_tune.trial"
 _MARK_TAG = "prefect_tune.mark"
-_STEP_METRIC = "trained_seconds"  # a metric of every step: its history has all steps
+_STEP_METRIC = "trained_seconds"  # every step has this metric, so its history has all steps
 _MAX_BATCH_METRICS = 1000  # the most metrics that a server accepts in one request
 _MAX_VALUE_LENGTH = 6000
 _MAX_NAME_LENGTH = 250
-_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a whole batch if a name has one of these
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a batch if a name in it has one of these
 
 
 class MLflowLogger(Callback):
-    """Logs each trial as a run: its configuration as parameters, numbers as metrics by step.
+    """Logs each trial as a run: the configuration as parameters, and the numbers of each step as metrics.
 
     A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics. If a step is trained again and has
     another value, the run keeps both values, and MLflow shows the newer value as the last. If a trial ends before its
-    run's last step, its last metrics are also logged at the run's last step, because comparisons of runs use that step.
+    run's last step, its last metrics are also logged at that step, because MLflow compares runs by their last step.
     Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:
@@ -59,7 +59,7 @@ class MLflowLogger(Callback):
         tags: tags for every run.
 
     Raises:
-        InvalidInput: MLflow is not installed; or, at the start of a search, its experiment in MLflow was deleted.
+        InvalidInput: MLflow is not installed; or, at the start of a search, the MLflow experiment was deleted.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class MLflowLogger(Callback):
 
     @contextmanager
     def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
-        """Yield the trial's run. After an error, the next call searches for the run: a user may have deleted it."""
+        """Yield the trial's run. After an error, the next call looks it up again, since it may be deleted."""
         if trial.id not in self._runs:
             name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
             tags = {**self._tags, _TRIAL_TAG: name}
@@ -153,7 +153,7 @@ class _MLflowRun:
             params = [Param(_clean_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in config.items()]
             client.log_batch(self._id, params=params)
         self._values: dict[str, dict[int, float]] = {}
-        """The newest values in the run, by metric and step; only of metrics that were fetched."""
+        """The run's newest values by metric and step, only for the metrics that were fetched."""
         self._last_step = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
 
     def log_step(self, report: StepReport) -> None:
@@ -166,7 +166,7 @@ class _MLflowRun:
         self._last_step = max(self._last_step, report.step)
 
     def log_last_metrics(self, report: StepReport) -> None:
-        """If the run has later steps, log the trial's last metrics at the run's last step too, so MLflow shows them."""
+        """If the run has steps after `report`, log its metrics at the run's last step too, so MLflow shows them."""
         if report.step < self._last_step:
             self._log_metrics(_make_metrics(report), self._last_step)
 
@@ -215,7 +215,7 @@ _MAX_EVENT_FILES = 64
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes an event file to each trial's folder: `tensorboard --logdir <directory>/<experiment>`.
+    """Writes an event file to each trial's folder, for `tensorboard --logdir <directory>/<experiment>`.
 
     Numbers become scalars by step. Nested numbers get names like `eval/loss`; other values are left out. When a trial
     ends, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
@@ -284,13 +284,13 @@ class TensorBoardLogger(FolderLogger):
 
 
 class _EventFile:
-    """An event file; the calling thread writes to it."""
+    """An event file that is written in the calling thread."""
 
     def __init__(self, folder: Path, step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # TensorBoard reads files in the order of their names, which start with the time in seconds.
+        # TensorBoard reads files in the order of their names. A number orders the files that begin in the same second.
         suffix = f".{sum(1 for _ in folder.glob('events.out.tfevents.*')):06d}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self.write(step=step, session_log=SessionLog(status=SessionLog.START))
@@ -315,11 +315,11 @@ _MAX_OFFLINE_RUNS = 16
 
 
 class WandbLogger(RowLogger):
-    """Writes an offline run for each trial: `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
+    """Writes an offline run for each trial; upload with `wandb sync <directory>/<experiment>/wandb/offline-run-*`.
 
     An offline run can be neither changed nor resumed. So when a trial resumes, its run is rewritten from `wandb.json`
     in the trial's folder, and the earlier run is removed. At the end of the search, there is one run for each trial,
-    with exactly one row for each step. Upload the runs then. See `FileLogger`.
+    with exactly one row for each step. Upload the runs only then. See `FileLogger`.
 
     Args:
         project: the W&B project. Default: the name of the experiment.

@@ -57,7 +57,7 @@ _LOGGED_ERROR_COUNTS = frozenset(10**exponent for exponent in range(1, 12))
 
 
 def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
-    """Resolve callbacks: objects, classes, or `"package.module:Name"`. Raises `InvalidInput` for other values."""
+    """Return callbacks from objects, classes, functions or `"package.module:Name"`; raise `InvalidInput` for others."""
     callbacks = []
     for spec in specs or ():
         loaded = load_object(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
@@ -69,7 +69,7 @@ def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
             )
         validate_name(callback.name)
         kind, hooks = type(callback), [name for name in vars(Callback) if name.startswith("on_")]
-        for name in dir(kind):  # a misspelt hook would never be called
+        for name in dir(kind):  # warn of a misspelt hook, which would never be called
             if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
                 hint = did_you_mean_or_list(name, hooks)
                 get_logger("prefect_tune").warning("callback %s: %s is not a hook: %s", kind.__name__, name, hint)
@@ -91,7 +91,7 @@ class CallbackState(Document):
 @dataclass(frozen=True, slots=True)
 class _QueueItem:
     experiment: Experiment
-    """The state after this item."""
+    """The state of the experiment after this item."""
     event: Event | None = None
     """The event to deliver; None if the item only marks that the journal has all earlier events."""
     is_gap: bool = False
@@ -115,7 +115,7 @@ class CallbackThread(SearchObserver):
         self._log = log
         self._items: queue.Queue[_QueueItem] = queue.Queue(_MAX_QUEUED_ITEMS)
         self._delivered_entry = 0
-        self._is_behind = True  # the events of earlier runs are in the journal
+        self._is_behind = True  # the thread must first read the events of earlier runs
         self._has_unsaved_state = False
         self._error_count = 0
         self._thread = threading.Thread(target=copy_context().run, args=(self._run_thread,), name=name, daemon=True)
@@ -133,7 +133,7 @@ class CallbackThread(SearchObserver):
         self._queue_item(_QueueItem(experiment))
 
     def queue_end(self, experiment: Experiment) -> None:
-        """Request the thread to deliver the remaining events, call `on_experiment_end`, and exit."""
+        """Ask the thread to deliver the remaining events, to call `on_experiment_end`, and to exit."""
         self._queue_item(_QueueItem(experiment, is_last=True))
 
     def join(self, deadline: float) -> None:
@@ -143,7 +143,7 @@ class CallbackThread(SearchObserver):
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
 
     def _queue_item(self, item: _QueueItem) -> None:
-        """Queue an item without waiting; if the queue is full, drop all items in it."""
+        """Queue an item without waiting; if the queue is full, first drop all items in it, and mark the gap."""
         if self._items.full():
             with suppress(queue.Empty):
                 while True:

@@ -67,7 +67,7 @@ _CHECK_INTERVAL = timedelta(seconds=1)
 _FIRST_REPORT_TIMEOUT = timedelta(minutes=30)
 _MIN_STALL_TIMEOUT = timedelta(minutes=5)
 _STALL_FACTOR = 5
-"""An attempt is stalled after this multiple of its longest report interval, but not before `_MIN_STALL_TIMEOUT`."""
+"""An attempt counts as stalled after this multiple of its longest report interval, at least `_MIN_STALL_TIMEOUT`."""
 NEVER_DROPPED_EVENTS = AttemptEnded | TrialErrored | CheckpointQuarantined
 """Trial events that are emitted even when the rate limit is reached."""
 _MAX_SOURCES = 20
@@ -123,7 +123,7 @@ class ExperimentAddress:
 
     @property
     def best_model_key(self) -> str:
-        """The key of the best model's asset; no object is stored under this URI."""
+        """The URI that is the key of the best model's asset; the target stores no object under this URI."""
         return f"{self.experiment_uri}/best"
 
 
@@ -169,7 +169,7 @@ class AssetEventBuilder:
     def make_best_model_events(self, better: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Yield the events of a new best model; yield nothing if the model is not saved.
 
-        The sources are the trial's checkpoints and the best models of the forked and the warm-start experiments.
+        The asset's sources are the trial's checkpoints, and the best models of the fork's origin and the warm starts.
         """
         if better.manifest is None:
             return
@@ -199,7 +199,7 @@ class AssetEventBuilder:
 
 
 class EventEmitter(SearchObserver):
-    """Emits the Prefect events of each change.
+    """Emits the Prefect events of each change of an experiment.
 
     Trial events are limited to bursts of 100 and an average of 5 per second, because each costs a millisecond of CPU
     time. Events beyond the limit are counted and dropped, except `NEVER_DROPPED_EVENTS` and the experiment's events.
@@ -308,7 +308,7 @@ class EventEmitter(SearchObserver):
         yield from self._asset_events.make_best_model_events(better, experiment)
 
     def _make_prefect_event(self, event: Event | ExperimentEvent, trial: Trial | None = None) -> PrefectEvent:
-        """Return the Prefect event of a journal event (`trial`: the state after it) or of an experiment event."""
+        """Return `event` as a Prefect event; for a journal event, `trial` is the state of its trial after the event."""
         address = self._address
         names = {"target": address.redacted_target_uri, "experiment": address.experiment}
         payload = {**names, **make_event_payload(event, trial)}

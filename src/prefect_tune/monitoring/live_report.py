@@ -45,7 +45,7 @@ from prefect_tune.terminal.progress_view import SearchExtent, compute_search_com
 _FIRST_DELAY = timedelta(seconds=2)
 _MAX_PAUSE = timedelta(minutes=10)
 _PAUSE_FACTOR = 50
-"""The pause after a round is at least this multiple of its duration: rounds take at most 2 % of the time."""
+"""The pause after a round is at least this multiple of its duration, so rounds take at most 2 % of the time."""
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 
 
@@ -71,7 +71,7 @@ class EarlierArtifacts:
     """Artifacts that earlier runs, or a killed process of this run, may have left."""
 
     keys_to_update: frozenset[str]
-    """Keys under which each run has its own artifact. This process updates the artifact of its run."""
+    """Each run has its own artifacts with these keys. This process updates the artifacts of its own run."""
     keys_to_delete: frozenset[str]
     """Keys of artifacts that this process deletes."""
     key_prefix: str
@@ -79,10 +79,10 @@ class EarlierArtifacts:
 
 
 class ArtifactPublisher:
-    """Publishes the result of `render` after 2 s, then at most once per `period`, and once at the end. Best effort.
+    """Publishes the result of `render` after 2 s, then at most once per `period`, and once at the end.
 
-    Each flow run creates an artifact once and updates it in place: `create_markdown_artifact` would add a version
-    each time. An artifact that `render` no longer returns is deleted.
+    Each flow run creates an artifact once and updates it in place, because `create_markdown_artifact` would add a
+    version each time. An artifact that `render` no longer returns is deleted.
     If the API is unreachable, no error is raised, and the next round tries again.
     """
 
@@ -109,7 +109,7 @@ class ArtifactPublisher:
         self._thread.start()
 
     def notify_change(self) -> None:
-        """Record that the content has changed: the next round publishes it."""
+        """Record that the content has changed, so that the next round publishes it."""
         if not self._changed.is_set():
             self._changed.set()
 
@@ -159,14 +159,14 @@ class ArtifactPublisher:
                     self._published.pop(identity, None)
             return True
         except (PrefectException, HTTPError, OSError):
-            self._changed.set()  # the API is unreachable: the next round retries
+            self._changed.set()  # the API is unreachable, so the next round must retry
         except Exception:  # noqa: BLE001  see above
             if not self._closing.is_set():  # otherwise, the flow has already ended and closed the client
                 self._log.exception("the report could not be published; retried with the next update")
         return False
 
     def _reconcile_earlier_artifacts(self, client: SyncPrefectClient) -> None:
-        """Delete leftover artifacts, and find this run's artifacts, to update them; do nothing in a first run."""
+        """Delete leftover artifacts, and find this run's artifacts, so that they are updated; skip a first run."""
         if self._earlier is None:
             return
         leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
@@ -206,7 +206,7 @@ def _delete_artifact(client: SyncPrefectClient, artifact: UUID) -> None:
 
 
 def make_artifact_key(*names: str) -> str:
-    """Return a unique artifact key. Names that `slugify` changes get a digest as a suffix."""
+    """Return the artifact key of `names`; if `slugify` changes the names, a digest at the end keeps keys unique."""
     name, slug = "-".join(names), slugify(*names)
     return slug if slug == name else f"{slug}-{hash_bytes(name.encode())[:6]}"
 
@@ -224,9 +224,9 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""The report omits earlier runs if the journal is longer: reading such a journal takes a minute of CPU time."""
+"""The report omits earlier runs if the journal is longer, because reading it would take a minute of CPU time."""
 _MAX_TRIAL_ARTIFACTS = 10
-"""Each progress artifact of a trial costs the server about 15 ms per update."""
+"""A limit, because each progress artifact of a trial costs the server about 15 ms per update."""
 
 
 class ReportObserver(SearchObserver):

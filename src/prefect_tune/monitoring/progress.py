@@ -1,7 +1,7 @@
 """Show the progress of a running search: a live table in a terminal or a notebook, and log lines.
 
-The log has a line for each trial that begins, pauses, resumes or ends, with its result and the best result. Without a
-live table, the log also has a line about the whole search once a minute.
+The log has a line for each trial that begins, pauses, resumes or ends, with the trial's result and the best result.
+Without a live table, the log also has a line about the whole search once a minute.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class SearchLog(SearchObserver):
         if has_losses:
             reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-        reason_has_result = (  # such as a limit that was reached
+        reason_has_result = (  # such as the value that reached a limit
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)
@@ -243,7 +243,7 @@ class SearchLog(SearchObserver):
             return "; no checkpoint"
         if end in {Status.PAUSED, Status.PRUNED}:
             return "" if key.step == trial.step else f"; checkpoint of step {key.step}"
-        better = ""  # the best checkpoint, unless the newest checkpoint is as good
+        better = ""  # names the best checkpoint, unless the newest checkpoint is as good
         best = next(iter(rank_checkpoints(trial.checkpoints, self._objective)), None) if self._objective else None
         if best and self._compute_losses(best.metrics) != self._compute_losses(trial.checkpoints[-1].metrics):
             names = self._objective.metrics if self._objective else ()

@@ -33,7 +33,7 @@ class SearchObserver:
         """Handle an event of the next journal entry; `experiment` is the state after the event."""
 
     def on_attempt_lost(self, trial: Trial, reason: str) -> None:
-        """Handle a lost attempt: its end is journaled later, and the trial is retried."""
+        """Handle a lost attempt, whose end is journaled later; the trial is then retried."""
 
     def on_entry_written(self, experiment: Experiment) -> None:
         """Handle a written journal entry; `experiment` is the state after the entry."""
@@ -42,7 +42,7 @@ class SearchObserver:
 class ObserverGroup(SearchObserver):
     """Passes each call to several observers, in order. An observer that raised an error is not called again.
 
-    The error is logged, and the search continues: no decision and no journal entry depends on an observer.
+    The error is logged, and the search continues, because no decision and no journal entry depends on an observer.
     """
 
     def __init__(self, observers: Sequence[SearchObserver], log: Log) -> None:
@@ -90,7 +90,7 @@ class SearchRecorder(SearchObserver):
         self._apply_change(lambda view: view.set_experiment(experiment))
 
     def read_search_snapshot(self, drawn: Collection[str] = ()) -> SearchSnapshot:
-        """Return a snapshot of the view, with the learning curves of the `drawn` trials."""
+        """Return a snapshot of the view, with the learning curves of the trials in `drawn`."""
         with self._guard:
             return self._view.take_snapshot(drawn)
 
@@ -154,14 +154,14 @@ _REQUEST_TIMEOUT = timedelta(seconds=30)
 _FIRST_DELAY = timedelta(seconds=1)
 _END_TIMEOUT = timedelta(seconds=1)
 _PAUSE_FACTOR = 20
-"""The pause after a write is at least this multiple of the write's duration: a slow target gets fewer writes."""
+"""The pause after a write is at least this multiple of the write's duration, so a slow target gets fewer writes."""
 
 
 class LiveStatusPublisher:
-    """Writes the running attempts during a `with` block: after 1 s, then every `period`. Best effort.
+    """Writes the running attempts during a `with` block: after 1 s, then every `period`.
 
-    The publisher also writes while no trial is running: `delete` treats an experiment with a recent live status as
-    running. Errors of the target are not raised; only the first of several consecutive errors is logged.
+    The publisher also writes while no trial is running, because `delete` treats an experiment with a recent live status
+    as running. Errors of the target are not raised; only the first of several consecutive errors is logged.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class LiveStatusPublisher:
             self._is_failing = True
         else:
             self._is_failing = False
-        self._written_count += 1  # also after an error: the target may have written it
+        self._written_count += 1  # also after an error, since the target may have written the status
 
     def _read_running_trials(self) -> tuple[Experiment, tuple[RunningAttempt, ...]]:
         """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` or `host`."""

@@ -1,8 +1,8 @@
 """Parse and check a flow's arguments before any work starts: values, trainables, JSON of schedulers and other objects.
 
 Forms, deployments and the journal have JSON in place of a scheduler, search or stopper: `{"ASHA": {"max_t": 81}}`.
-`prefect_tune.registry` lists the classes with a JSON form. The options of a class are its dataclass fields; the field
-metadata has an example for messages. `core/search/space_json.py` writes the JSON that is parsed here.
+`prefect_tune.registry` lists the classes with a JSON form. The options of a class are its dataclass fields, whose
+metadata has examples for messages. `core/search/space_json.py` writes the JSON that is parsed here.
 The help of the command line imports this module, so it imports Prefect only inside functions.
 """
 
@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`, or the id of the flow run if `name` is None. Calls inside a flow or task have another default.
+    """Return `name`, or the flow run's id if `name` is None; inside a flow or task, `with_experiment_name` replaces it.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -56,7 +56,7 @@ def config_to_json(config: object) -> dict[str, object]:
     plain = value_to_json({} if config is None else config, "config")
     if distribution := find_distribution(plain):
         text = short_repr(distribution)
-        raise InvalidInput(f"config: expected values, found distribution {text}: only pt.tune draws from a `space`")
+        raise InvalidInput(f"config: expected values, found distribution {text}; pt.tune draws values from a space")
     if isinstance(plain, dict):
         return plain
     raise InvalidInput(f"config: expected a dict or a dataclass, found {short_repr(config)}")
@@ -70,7 +70,7 @@ def value_to_json(value: object, where: str) -> object:
     """
     plain = to_plain_node(convert_to_dicts(value), where)
     if node := next(find_domains(plain), None):
-        raise InvalidInput(f"{where}: expected values, found {node!r}: only the space of pt.tune has distributions")
+        raise InvalidInput(f"{where}: expected values, found {node!r}; only the space of pt.tune has distributions")
     return plain
 
 
@@ -78,7 +78,7 @@ def validate_trainable(trainable: object) -> object:
     """Return the trainable after all checks that do not import the user's module.
 
     Raises:
-        InvalidInput: it is not a subclass of `Trainable` with `step`, a function, or an existing `package.module:Name`.
+        InvalidInput: it is neither a function, nor a `Trainable` with `step`, nor an existing `package.module:Name`.
     """
     if not isinstance(trainable, str):
         return require_trainable(trainable, trainable)
@@ -100,7 +100,7 @@ def validate_trainable(trainable: object) -> object:
     hint = "; is its project installed here, or its folder in PYTHONPATH?"
     if is_deployment_run():
         hint = (
-            "; install its project where the worker runs, or name its folder there: prefect-tune deploy "
+            "; install its project where the worker runs, or add its folder to PYTHONPATH: prefect-tune deploy "
             """--job-variable 'env={"PYTHONPATH": "/home/me/project"}'"""
         )
     raise InvalidInput(f"trainable {trainable!r}: there is no module {missing_module!r}{hint}")
@@ -119,7 +119,7 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
 
 
 def make_trainable_fingerprint(trainable: object) -> Mapping[str, str]:
-    """Return the identity of a trainable: its name without the module; the module depends on how the code is run."""
+    """Return the identity of a trainable: its name without the module, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
@@ -148,7 +148,7 @@ def _get_source(trainable: Any) -> str:
     except (TypeError, OSError):
         if not isinstance(trainable, type):
             raise
-    # A class of a notebook cell: its module `__main__` has no file, but its methods have a file.
+    # Find a class of a notebook cell by the files of its methods, because its module `__main__` has no file.
     methods = (method for method in vars(trainable).values() if inspect.isfunction(method))
     files = dict.fromkeys(method.__code__.co_filename for method in methods)
     texts = ("".join(linecache.getlines(file)) for file in files)
@@ -167,7 +167,7 @@ def parse_scheduler(scheduler: object) -> Scheduler:
     """Return `scheduler`, or the scheduler that its JSON describes.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: `scheduler` is neither a scheduler nor its JSON.
     """
     return scheduler if isinstance(scheduler, Scheduler) else cast(Scheduler, _build_from_json(scheduler, "scheduler"))
 
@@ -176,7 +176,7 @@ def parse_search(search: object) -> Search:
     """Return `search`, or the search algorithm that its JSON describes.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: `search` is neither a search algorithm nor its JSON.
     """
     return search if isinstance(search, Search) else cast(Search, _build_from_json(search, "search"))
 
@@ -189,10 +189,10 @@ def with_samples(search: Search, num_samples: int | None) -> Search:
     """
     if num_samples is None:
         return search
-    untyped_search: Any = search  # mypy takes no Search for a dataclass
+    untyped_search: Any = search  # for mypy, a `Search` is no dataclass
     if "num_samples" in getattr(search, "__dataclass_fields__", ()):
         return cast("Search", replace(untyped_search, num_samples=num_samples))
-    raise InvalidInput(f"num_samples: {type(search).__name__} has its own number of samples: set it in the search")
+    raise InvalidInput(f"num_samples: {type(search).__name__} has its own number of samples; set the number there")
 
 
 def parse_stop(stop: object) -> object:

@@ -1,8 +1,8 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
 A parameter has its own schema if the schema of its type is unclear or asks for secrets. Calls from a script may pass
-objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials:
-Prefect's API rejects deployment parameters that do not match the schema.
+objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials,
+because Prefect's API rejects deployment parameters that do not match the schema.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
     An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
-    Markdown: forms show Markdown literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
+    Markdown, which forms show literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
@@ -55,7 +55,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
         for name, kind in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
-    if isinstance(flow, GroupedFlow):  # forms do not show patterns
+    if isinstance(flow, GroupedFlow):  # forms do not show these patterns
         group = definitions[OPTIONS_DEFINITION]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
@@ -73,10 +73,10 @@ def _simplify_description(field: _Schema) -> _Schema:
 
 
 def _drop_null(field: dict[str, Any]) -> _Schema:
-    """Return the field without null: a form omits an empty field, and Prefect's API accepts null for any field."""
+    """Return the field without null, since a form omits empty fields, and Prefect's API accepts null for any field."""
     choices = [choice for choice in field.get("anyOf", ()) if choice != _NULL]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & choice.keys() for choice in choices):
-        return field  # with a choice, the form shows an optional section collapsed
+        return field  # because of the choice, the form shows an optional section collapsed
     del field["default"]
     if len(choices) == 1:
         del field["anyOf"]
@@ -135,7 +135,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target as text. With it, Prefect's API rejects a relative path before a run begins."""
+    """Return the schema of a target as text, which lets Prefect's API reject a relative path before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
@@ -153,7 +153,7 @@ def _warm_start_schema() -> _Schema:
 def _sync_schema() -> _Schema:
     target = {"anyOf": [_target_text_schema(), _NULL]}
     fields: dict[str, Any] = {
-        # The schema of a target block would import the credential blocks of other packages.
+        # `upload_dir` is only text, since the schema of a target block would import the credential blocks of others.
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else field.annotation, field)
         for name, field in SyncConfig.model_fields.items()
     }
@@ -164,7 +164,7 @@ def _sync_schema() -> _Schema:
         "type": "object",
         "properties": {name: {**field, "position": position} for position, (name, field) in enumerate(schemas.items())},
         "additionalProperties": False,
-        # Prefect's client adds these to a block that it sends; forms do not show patterns.
+        # Allow the fields that Prefect's client adds to a block; forms do not show patterns.
         "patternProperties": {"^(_block_|_is_anonymous|block_type_slug)": {}},
     }
     return {"anyOf": [options, _block_reference_schema(SyncConfig), _NULL]}
@@ -183,7 +183,7 @@ _TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
 _MODE_SCHEMA = _choice_schema("One mode for all metrics", "min", "max")
 _OPTIONAL_DICT = _WithType(dict[str, Any] | None)
 _ANY_TYPE = _WithType(Any)
-"""For parameters that `SearchPlan` validates, with better messages."""
+"""For parameters that `SearchPlan` validates, with better messages than pydantic's."""
 _Json: TypeAlias = Mapping[str, Mapping[str, Any]]
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 
@@ -274,7 +274,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
 
     Args:
         flow: the flow to run, with flat parameters.
-        first: the names of the parameters to show first: all required ones, and some others.
+        first: the names of the parameters to show first, including all required parameters.
         module: the module that the entrypoint of a deployment names.
     """
 
@@ -295,7 +295,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
         options = create_model(OPTIONS_DEFINITION, __config__=strict, **fields)
         default = Field(default=None, description=f"{len(fields)} more parameters: choose Options.")
         group = Parameter(ADVANCED_PARAMETER, Parameter.KEYWORD_ONLY, default=default, annotation=options | None)
-        # Prefect before version 3.9 passes a default that is a `Field` as the argument.
+        # The default is None, because Prefect before version 3.9 would pass a default `Field` as the argument.
         call_flow = _make_entrypoint(flow, Signature([*by_keyword.values(), group.replace(default=None)]), module)
         super().__init__(call_flow, name=flow.name, version=flow.version, persist_result=flow.persist_result)
         self.flat_flow = flow
@@ -332,13 +332,13 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls. Its signature is `accepted`: Prefect's engine rejects other parameters."""
+    """Return the function that a run calls. Prefect's engine rejects parameters that its signature `accepted` lacks."""
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # a flow run's parameters do not include defaults
+            context = FlowRunContext.get()  # the parameters of its flow run lack defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

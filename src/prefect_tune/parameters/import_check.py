@@ -1,7 +1,7 @@
-"""Check by the source alone that a name can be imported: no module is imported before it is trusted.
+"""Check by the source alone that a name can be imported, so that no module is imported before it is trusted.
 
 `undefined_name_reason` returns why trusted packages do not define a name that a journal contains. Before a search,
-`require_importable` checks the trainable this way; if the source proves nothing, a process like a trial's imports it.
+`require_importable` checks the trainable this way, or imports it in a temporary process if the source proves nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 def require_importable(
     trainable: object, isolation: Literal["process", "thread"], log: Log, cadence: Cadence | None = None
 ) -> None:
-    """Require that the trials can import `trainable`, if it is a name; write nothing.
+    """Require that the trials can import `trainable`, if `trainable` is a name; write nothing.
 
     A name is accepted without an import if the source of its package defines it as a function, or as a subclass of
     `pt.Trainable` with `step` and `save_checkpoint`. Any other name is imported in a temporary process.
 
     Args:
         trainable: the trainable of a search.
-        isolation: where its trials run.
+        isolation: where the trials run.
         log: receives the output of the import.
-        cadence: when its trials save; None to skip the check that the trainable can save.
+        cadence: when the trials save; None to skip the check that the trainable can save.
 
     Raises:
         InvalidInput: the module cannot be imported or lacks the name; or the object is not a trainable, or cannot save
@@ -79,7 +79,7 @@ def require_importable(
                 wait_log.log_if_due()
                 try:
                     message = channel.receive(_POLL_INTERVAL)
-                except EOFError:  # the process was killed: the trials will report the reason
+                except EOFError:  # the process was killed; the trials will report the reason
                     return
                 match message:
                     case TrainingEnded(raised=True, outcome=AttemptEnded(reason=Reason(arguments=arguments) as reason)):
@@ -132,13 +132,13 @@ def _iter_imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
                 pass
 
 
-# Check that a trusted package defines a name: parse the source of the module, do not import it.
+# Check that a trusted package defines a name, by parsing the source of the module, without importing it.
 
 _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
 _DEFINITION_TYPES = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _VALUE_EXPRESSIONS = ast.Call | ast.Lambda | ast.BinOp
-"""Expressions that create their value; a name or an attribute may be an alias of an object of another module."""
+"""Expressions that create their value; a name or an attribute, in contrast, may be another module's object."""
 _MAX_IMPORTS = 20
 
 DefinitionCheck: TypeAlias = Callable[[ast.stmt, ast.Module], bool]
@@ -174,7 +174,7 @@ class _DefinitionLookup:
         if not self._is_in_trusted_package(module):
             return f"{module} is not in a trusted package"
         if depth == _MAX_IMPORTS:
-            return f"{module} imports it in a cycle, or through more than {_MAX_IMPORTS} modules"
+            return f"{module} imports the name in a cycle, or through more than {_MAX_IMPORTS} modules"
         try:
             spec = importlib.util.find_spec(module)
             origin = spec.origin if spec is not None and spec.has_location else None

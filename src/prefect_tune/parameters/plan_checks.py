@@ -73,7 +73,7 @@ def require_same_search(state: Experiment, settings: Mapping[str, object]) -> No
         before, now = _get_effective_setting(name, state.settings), _get_effective_setting(name, settings)
         if option.fixed_reason and state.trials and before != now and (name == "seed" or _may_have_used_metric(state)):
             raise InvalidInput(
-                f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}: "
+                f"{name}: experiment {state.name!r} was begun with {before!r}, and this run passes {now!r}, but "
                 f"{option.fixed_reason}. Pass {before!r}, or choose another experiment name"
             )
 
@@ -91,7 +91,7 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
 
 
 def _may_have_used_metric(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if no report has it (a misspelled name)."""
+    """Return whether a decision or proposal may have used the metric; False if no report has it, as if misspelled."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -99,7 +99,7 @@ def _may_have_used_metric(state: Experiment) -> bool:
 
 
 def require_search(state: Experiment, uri: str) -> None:
-    """Require a search: only the journal of a search has the settings for a resume.
+    """Require that the experiment is a search, because only a search's journal has the settings for a resume.
 
     Raises:
         InvalidInput: the experiment is a single training, or belongs to a user's own flow.
@@ -113,11 +113,11 @@ def _make_resume_hint(state: Experiment) -> str:
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
-    # Only the public tasks journal the run count of their flow run. A trial saved only by these tasks has no trainable.
+    # Only a user's own flow journals the run count (as `attempt`), or has trials without a trainable's fingerprint.
     if (owner and owner.attempt) or any(not trial.fingerprint for trial in state.trials.values()):
         return (
             "belongs to your own flow, not to a search: run that flow again with the same target and experiment, or "
-            f"retry the last run of its deployment, {owner}; it continues from the newest checkpoints"
+            f"retry the last run of its deployment, {owner}; the flow continues from the newest checkpoints"
         )
     return "is a single training, not a search: call pt.durable_trainable again with the same target and experiment"
 
@@ -174,7 +174,7 @@ def require_presence(
     """
     if resume.requires_local_target and not isinstance(target, LocalTarget):
         raise InvalidInput(
-            f"resume='local': the experiment is stored only on its target, {target.uri}: this machine has no copy. "
+            f"resume='local': the experiment is stored only on its target, {target.uri}, not on this machine. "
             "Use 'must', or a target on this machine"
         )
     if resume.presence == "auto":
@@ -225,7 +225,7 @@ def warn_of_code_change(state: Experiment, plan: SearchPlan, effect: str, log: L
 def format_code_note(state: Experiment, plan: SearchPlan) -> str:
     """Return the line of a form that says whether the trainable has changed since the experiment last trained."""
     if not (code := plan.source_digest):
-        return "code: source unavailable, unknown whether it changed"
+        return "code: source unavailable, so it may have changed"
     return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
 
 
@@ -258,16 +258,16 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
     old_count = _get_stored_sample_count(stored_count, state.settings.get("search"))
     if isinstance(old_count, int) and UNLIMITED not in (old_count, num_samples) and num_samples < old_count:
         raise InvalidInput(
-            f"num_samples: experiment {state.name!r} already has {old_count}, and this run passes {num_samples} as the "
-            f"new total (with a grid, per grid point). Pass {old_count} or more, or samples_per_run={num_samples} to "
-            f"add {num_samples}"
+            f"num_samples: experiment {state.name!r} already has {old_count} samples, and this run passes "
+            f"{num_samples} as the new total (with a grid, per grid point). Pass {old_count} or more, or "
+            f"samples_per_run={num_samples} to add {num_samples}"
         )
 
 
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the total number of samples; also return the number that this run adds, by the run's key.
+    """Return `plan` with the new total number of samples, and the number that this run adds, by the run's key.
 
     This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
 
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry. Without other trials, log nothing: its error says so."""
+    """Log how many errored trials this run does not retry; if no other trial is left, an error says this instead."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -380,15 +380,15 @@ def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
 def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
-    A limit of a minimized metric ends most trials at once. Ray Tune adds some metrics to each report: a limit of such a
-    metric fails every trial whose trainable does not report the metric.
+    A limit of a minimized metric ends most trials at once. A limit of a metric that only Ray Tune adds to each report
+    fails every trial whose trainable does not report the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in collect_metric_limits(stopper).items():
         if name in RAY_EQUIVALENTS:
             log.warning(
-                "stop={'%s': %g} limits a metric of this name; a trial that does not report it fails. The equivalent "
-                "of Ray Tune's %s is %s",
+                "stop={'%s': %g} limits a metric of this name; a trial that does not report the metric fails. The "
+                "equivalent of Ray Tune's %s is %s",
                 name,
                 limit,
                 name,
@@ -396,14 +396,14 @@ def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log)
             )
         if modes.get(name) == "min":
             log.warning(
-                "stop={'%s': %g} ends a trial once %s >= %g, but the metric is minimized: most trials end at their "
+                "stop={'%s': %g} ends a trial once %s >= %g, but the metric is minimized, so most trials end at their "
                 "first step. To end a trial that is good enough: stop=lambda metrics: metrics['%s'] <= %g",
                 *(name, limit) * 3,
             )
 
 
 def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
-    """Log a warning if a search of several trials has no metric: such a search has no best trial."""
+    """Log a warning if a search of several trials has no metric, because such a search has no best trial."""
     if plan.objective is None and plan.trial_count != 1:
         log.warning(
             "no metric: trials are not compared, and results.best raises. Pass the name of a reported metric, such as "
@@ -414,7 +414,7 @@ def warn_of_no_metric(plan: SearchPlan, log: Log) -> None:
 def warn_of_unusual_mode(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the name of a metric suggests the other direction, such as an accuracy that is minimized.
 
-    Only the default and a single `max` are checked: an explicit `min`, or a list of modes, is intended.
+    Only the default and a single `max` are checked, because an explicit `min`, or a list of modes, is intended.
     """
     objective, mode_option = plan.objective, plan.mode
     if objective is None or isinstance(mode_option, list) or mode_option == "min":
@@ -441,7 +441,7 @@ def warn_of_unusual_mode(plan: SearchPlan, log: Log) -> None:
 def warn_of_constant_space(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
-    Does not warn of a user's own search or `Repeated`: they may propose values that the space does not have.
+    Does not warn of a user's own search or `Repeated`, which may propose values that the space does not have.
     """
     space = validate_space(plan.space or {})
     proposes_more = type(plan.effective_search).__name__ not in BUILT_IN_MODULES["search"]
@@ -465,7 +465,7 @@ def warn_of_constant_space(plan: SearchPlan, log: Log) -> None:
 
 
 def find_external_task_runner() -> TaskRunner[Any] | None:
-    """Return the flow's task runner; None if it is a thread pool of this process."""
+    """Return the flow's task runner; None outside of a flow, or if the runner is a thread pool of this process."""
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     return None if isinstance(runner, ThreadPoolTaskRunner) else runner
@@ -503,7 +503,7 @@ class SearchLimits:
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
     meets_stop_criterion: Callable[[Trial], bool] = lambda _: True
-    """Returns whether a finished trial also meets today's stop criterion; if not, the trial is requeued."""
+    """Returns whether a finished trial also meets the present stop criterion; if not, the trial is requeued."""
 
 
 # The specification of a plan's trials.
@@ -538,7 +538,7 @@ def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
 
 
 def _require_concurrency_limits(names: Sequence[str]) -> None:
-    """Require that the global concurrency limits exist in Prefect: a missing limit would limit nothing."""
+    """Require that the global concurrency limits exist in Prefect, because a missing limit would limit nothing."""
     if not names:
         return
     with get_client(sync_client=True) as client:
@@ -556,7 +556,7 @@ def make_single_trial_spec(plan: SearchPlan, trial: str) -> tuple[TrialSpec, Sto
     """Return the specification and the stopper of a single trial, whose attempts write the experiment's journal.
 
     Raises:
-        InvalidInput: the stopper is for a search of many trials; or see `make_trial_spec` and `require_valid_sync`.
+        InvalidInput: the stopper is for a search of many trials; or `make_trial_spec` or `require_valid_sync` raises.
     """
     stopper = plan.stopper
     if wrong := extract_experiment_stoppers(stopper):

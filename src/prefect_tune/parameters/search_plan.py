@@ -6,7 +6,7 @@
                               └──► the settings in the journal, and the check of what a journal may choose
 
 The flows repeat names, types and defaults in their signatures, for type checkers and forms; tests compare both.
-This module imports Prefect only inside functions: the help of a command reads these declarations.
+This module imports Prefect only inside functions, so that a command's help, which reads these declarations, is fast.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class StoredKind(Enum):
     """Whether the value of an option in a journal may name code, a file, a location or a command."""
 
     DATA = "data"
-    """It never does."""
+    """The value never names any of these."""
     CHOICE = "choice"
-    """It may: `prefect_tune.trust` checks the value before a resume."""
+    """The value may do so; `prefect_tune.trust` checks the value before a resume."""
 
 
 class Panel(StrEnum):
@@ -98,7 +98,7 @@ class Flag:
     panel: Panel | None = Panel.SEARCH
     """The flag's panel in the help of `run`; None if `run` does not have it."""
     kind: Any = None
-    """The type of the values. If None: an integer if `minimum` is set; otherwise the option's type, or text."""
+    """The type of the values. None means an integer if `minimum` is set; otherwise the option's type, or text."""
     minimum: int | None = None
     flag: str = ""
     """Empty to derive the flag from the option's name, such as `--keep-best` from `keep_best`."""
@@ -116,11 +116,11 @@ class Option:
     """The properties of a search's option, except its flags."""
 
     stored: StoredKind | None = None
-    """The kind of its values in the journal; None if the option belongs to one run, and so is not stored."""
+    """The kind of the option's values in the journal; None if the option belongs to one run, and so is not stored."""
     at_resume: bool = False
-    """Whether `pt.resume` accepts it."""
+    """Whether `pt.resume` accepts the option."""
     fixed_reason: str = ""
-    """Why a resume may not change it; empty if a resume may change it."""
+    """Why a resume may not change the option; empty if a resume may change the option."""
 
 
 def collect_flags(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
@@ -151,7 +151,7 @@ class ValidatedParameters(Value):
         except ValidationError as error:
             invalid = argument_error(error)
         if invalid is not None:
-            raise invalid  # outside `except`: the traceback of pydantic's error would print values, perhaps secrets
+            raise invalid  # outside `except`, since the traceback of pydantic's error would print values, even secrets
 
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials are retried.
@@ -195,7 +195,7 @@ def parse_resume(resume: object) -> ResumeOption:
             raise InvalidInput(f"resume={resume!r}: {_UNSUPPORTED_WORDS[word]}")
         if word not in _PRESENCES and word not in _RERUNS:
             allowed = ", ".join(repr(word) for word in (*_PRESENCES, *_RERUNS))
-            raise InvalidInput(f"resume={resume!r}: expected True, False, or one of {allowed}; such as 'auto+errored'")
+            raise InvalidInput(f"resume={resume!r}: expected True, False, {allowed}, or a pair such as 'auto+errored'")
     presence = {_PRESENCES[word] for word in words if word in _PRESENCES} or {"must"}
     if len(presence) > 1:
         raise InvalidInput(f"resume={resume!r}: {' and '.join(map(repr, sorted(presence)))} contradict each other")
@@ -207,7 +207,7 @@ _DATA, _CHOICE = StoredKind.DATA, StoredKind.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10
-"""The maximum of a time parameter, about 300 years: a `timedelta` or a date cannot represent every number."""
+"""The maximum of a time parameter, about 300 years, since a `timedelta` or a date cannot represent every number."""
 _MAX_NODES = 1024
 PositiveSeconds: TypeAlias = Annotated[Number, Field(gt=0, le=_MAX_SECONDS)]
 
@@ -238,7 +238,7 @@ def parse_space(space: object) -> dict[str, object]:
     domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_object(name, "sample_from")))
     if not any(find_domains(domains)) and is_distribution(domains):
         raise InvalidInput(
-            f"space: expected parameters by name, found one distribution, {short_repr(domains)}: name it, such as "
+            f"space: expected parameters by name, found one distribution, {short_repr(domains)}; name it, as in "
             '{"lr": {"uniform": [0, 1]}}'
         )
     return domains
@@ -472,7 +472,7 @@ class SearchOptions(ValidatedParameters):
 
 
 class SearchPlan(SearchOptions):
-    """The consistent parameters of a search, and values that follow from several parameters.
+    """The parameters of a search, checked against each other, and values that follow from several parameters.
 
     Raises:
         InvalidInput: a parameter is invalid, or contradicts another parameter.
@@ -543,7 +543,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def time_budget(self) -> timedelta | None:
-        """The time after which this run saves all trials and ends."""
+        """The time after which this run saves all trials and ends; None if the run has no time budget."""
         return None if self.time_budget_seconds is None else timedelta(seconds=self.time_budget_seconds)
 
     @property
@@ -558,7 +558,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """The identity of the trainable, see `make_trainable_fingerprint`."""
+        """The identity of the trainable; see `make_trainable_fingerprint`."""
         return make_trainable_fingerprint(self.trainable)
 
     @property
@@ -598,7 +598,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def _option_to_json(name: str, value: Any) -> object | None:
-    """Return the JSON of an option; None if it has none."""
+    """Return the value of an option as JSON; None if the value has no JSON form."""
     try:
         match value:
             case Value():
@@ -637,16 +637,16 @@ def plan_from_settings(
 
     Raises:
         InvalidInput: the journal could not store a parameter, and `changed` does not have it. Only callbacks may be
-            missing: they affect no decision.
+            missing, because they affect no decision.
     """
     names = dict.fromkeys([*({"trainable"} - settings.keys()), *list_unstored_options(settings)])
     if missing_names := [name for name in names if name not in changed and name != "callbacks"]:
         raise InvalidInput(
             f"the journal of experiment {run['experiment']!r} does not store {', '.join(map(repr, missing_names))}, "
-            "which has no import path or JSON form. Pass it to pt.resume (--trainable MODULE:NAME), or call "
-            "pt.tune(...) again with the same arguments and experiment name"
+            "for lack of an import path or a JSON form. Pass what is missing to pt.resume (--trainable MODULE:NAME), "
+            "or call pt.tune(...) again with the same arguments and experiment name"
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # the earlier search's number, or the total that this run raises
+        stored_values.pop("num_samples", None)  # it is the earlier search's number, or the total that this run raises
     return SearchPlan(**{**stored_values, **run, **changed})

@@ -22,21 +22,21 @@ _BUSY_STATUSES, _REFUSED_STATUSES = (408, 429), (401, 403)
 
 
 def is_temporary_error(error: BaseException | None) -> bool:
-    """Return whether the request may succeed later: the API is unreachable, restarting or too busy."""
+    """Return whether the request may succeed later, because the API is unreachable, restarting or too busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _BUSY_STATUSES or error.response.is_server_error
     return isinstance(error, httpx.TransportError)
 
 
 def is_no_server_error(error: RuntimeError) -> bool:
-    """Return whether Prefect raised the error because no server answers. Prefect has no class for this error."""
+    """Return whether Prefect raised the error because no server answers; only the text of the error tells."""
     return "API" in str(error)
 
 
 # The error for a Prefect release that lacks an undocumented detail on which this package relies.
 
 MIN_TESTED_VERSION = "3.8.0"
-"""The oldest release that `make test-prefect` tests: the lower bound in pyproject.toml."""
+"""The oldest release that `make test-prefect` tests, which is the lower bound in pyproject.toml."""
 
 
 def prefect_changed_error(change: str) -> TuneError:
@@ -50,7 +50,7 @@ def prefect_changed_error(change: str) -> TuneError:
 def require_api() -> None:
     """Check with one request that the configured URL is a Prefect API that accepts the credentials.
 
-    An outage raises no error: the run waits for the API or reports the failure itself.
+    An outage raises no error, because the run waits for the API or reports the failure itself.
 
     Raises:
         InvalidInput: a setting is wrong; the message names it.
@@ -70,7 +70,7 @@ def _wrong_setting_message(error: BaseException) -> str | None:
     """Return a message that names the wrong setting; None if the `error` of a basic request has another cause."""
     api = get_current_settings().api
     address = f"PREFECT_API_URL={api.url}"
-    expected = "Expected the address of a Prefect API, which ends with /api: http://127.0.0.1:4200/api"
+    expected = "Expected the address of a Prefect API, which ends with /api, as in http://127.0.0.1:4200/api"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, httpx.HTTPStatusError):
@@ -83,7 +83,7 @@ def _wrong_setting_message(error: BaseException) -> str | None:
             is_wrong = not (status in _BUSY_STATUSES or cause.response.is_server_error)
             return f"{address} answers HTTP {status}. {expected}" if is_wrong else None
         if isinstance(cause, ssl.SSLError):
-            return f"{address} does not speak TLS as expected ({cause}). Correct it, or PREFECT_API_SSL_CERT_FILE"
+            return f"{address} does not speak TLS as expected ({cause}). Correct this URL, or PREFECT_API_SSL_CERT_FILE"
         if isinstance(cause, ValueError | httpx.RemoteProtocolError | httpx.UnsupportedProtocol | httpx.InvalidURL):
             return f"{address} does not answer like a Prefect API. {expected}"
         cause = cause.__cause__ or cause.__context__

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float, description: str) -> bool:
     """Update an artifact in place; return False if it has been deleted.
 
-    `client.update_artifact` sends the same request, and then an event with the complete content, which the server
-    keeps for a week.
+    `client.update_artifact`, in contrast, also sends an event with the complete content, and the server keeps this
+    event for a week.
 
-    To ask upstream: an update without the content in its event.
+    To ask upstream: an update whose event lacks the content.
     """
     content = {"data": data, "description": description}
     try:
@@ -35,9 +35,9 @@ def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float
 
 # The events by which Prefect records assets, emitted without task runs.
 #
-# `@materialize` emits the same events when its task run ends. That would need a task run for each checkpoint and each
-# new best model: 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, the checkpoint is often
-# written by another process. A test compares the events with the events of `@materialize`.
+# `@materialize` emits the same events when its task run ends. It would need a task run for each checkpoint and each new
+# best model, and so 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, another process often
+# writes the checkpoint. A test compares these events with the events of `@materialize`.
 #
 # To ask upstream: a function that records a materialization outside of a task.
 

@@ -1,4 +1,4 @@
-"""Keep a flow run's log and tags apart from its caller's, and identify its call by a key that a repeated call keeps.
+"""Separate a flow run's log and tags from its caller's, and identify a call by a key that a repeated call keeps.
 
 Experiment names, seeds and added samples are derived from the key if a call does not specify them.
 """
@@ -36,7 +36,7 @@ def isolated_run_context() -> Iterator[None]:
     """Run this block without the task that called the flow run, and without the tags of the caller.
 
     In a flow that was called by a task, Prefect logs to the calling task and treats it as the current task. Each task
-    inherits its caller's tags and their concurrency limits: an upload would wait for the slot of its own trial.
+    inherits its caller's tags and their concurrency limits, so an upload would wait for the slot of its own trial.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     tags, held_tags = TagsContext.get().current_tags, task.task_run.tags if task is not None else ()
@@ -63,9 +63,9 @@ def get_caller_tags() -> frozenset[str]:
 _runs_by_caller: defaultdict[str, list[UUID]] = defaultdict(list)
 """By caller: the runs that it has called in this process, in order."""
 _runs_by_key: dict[str, UUID] = {}
-"""By key: the flow run of this process that has claimed it."""
+"""By key: the flow run of this process that has claimed the key."""
 _argument_digests: dict[UUID, str] = {}
-"""By task run: the digest of its arguments at its first call. A retry may have changed the arguments."""
+"""By task run: the digest of the arguments at its first call, because a retry may have changed the arguments."""
 _guard = threading.Lock()
 
 
@@ -84,12 +84,12 @@ def current_call_path(purpose: object = "") -> CallPath:
     """Return the path of this flow run's call: the id of the root run and, for each level, the flow and its call.
 
     A run that is started again keeps its id, but its subflow runs and task runs may be new runs. A run that calls the
-    search every night has another key for each call. Journals and experiment names contain these keys: with a different
-    key, a run would add samples again, or train from step 0.
+    search every night has another key for each call. Journals and experiment names contain these keys. If a run that is
+    started again had another key, it would add samples again, or train from step 0.
 
     Calls of the same caller are distinguished by their `purpose` and by the parameters of the subflows that lead to
-    them, and only then by their order. Tasks run concurrently: they are distinguished by name and arguments, and only
-    then by their order. Subflows are distinguished by their order. Without a flow run, the root is the task run.
+    them, and only then by their order. Tasks run concurrently, so they are distinguished by name and arguments, and
+    only then by their order. Subflows are distinguished by their order. Without a flow run, the root is the task run.
 
     To ask upstream: an id of a call that a retry of its caller keeps.
     """
@@ -126,7 +126,7 @@ def _build_path(
     for run, call in calls:
         parent, execution = path.key, path.caller[0]
         caller = next(iter(get_caller_ids(call)), None)
-        # Only the last call has an action. It includes the parameters of the runs that lead to the call.
+        # Only the last call has an action: a digest that includes the parameters of the runs that lead to the call.
         action = compute_stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
@@ -134,7 +134,7 @@ def _build_path(
             path = CallPath(f"{prefix}-{action}:{number}", prefix, path.caller)
         elif task is not None and task.task_run.id == caller:
             path = _build_task_path(run, task.task_run, _digest_task_arguments(task), action, parent, execution)
-        elif client is not None:  # only the server knows the task: its arguments are the flow run's parameters
+        elif client is not None:  # only the server knows the task; the flow run's parameters replace its arguments
             digest = _digest_arguments(run.parameters)
             path = _build_task_path(run, client.read_task_run(caller), digest, action, parent, execution)
         parameters.append(run.parameters)
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call that a task makes. A number tells equal calls by equal tasks of `execution` apart."""
+    """Return the path of a call that a task makes. Numbers distinguish equal calls of equal tasks of `execution`."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")

@@ -42,8 +42,8 @@ def make_failed_result(error: Exception, returns: type[_R]) -> _R:
     Prefect raises `error` in the caller of the flow, or returns the state if the caller requested the state. The state
     has the message of the error. If the flow raised the error itself, Prefect would log a traceback.
 
-    If the flow has retries, this function raises `error`. Prefect 3.8 retries a flow only after an exception: a run
-    that returned its failure would stay scheduled.
+    If the flow has retries, this function raises `error`, because Prefect 3.8 retries a flow only after an exception. A
+    run that returned its failure would stay scheduled.
     """
     del returns
     context = FlowRunContext.get()
@@ -58,7 +58,7 @@ def make_failed_result(error: Exception, returns: type[_R]) -> _R:
 
 _ENDED_WITHOUT_CRASH = frozenset({StateType.PAUSED, StateType.FAILED, StateType.CANCELLED, StateType.COMPLETED})
 _RETRY_PREFIX = "Retr"
-"""The prefix of a retry's message: "Retry from the UI", "Retried via CLI"."""
+"""The prefix of a retry's message, such as "Retry from the UI" or "Retried via CLI"."""
 _RESUMING = "Resuming"
 
 
@@ -70,7 +70,7 @@ def sort_states(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
 def was_restarted_by_user(states: Sequence[State[Any]]) -> bool:
     """Return whether a user resumed or retried the run at its last start.
 
-    A run that has not crashed can only be restarted by a user: automations of this package restart only crashed runs.
+    Only a user can restart a run that has not crashed, because automations of this package restart only crashed runs.
     For a crashed run, only the state's message shows who restarted it. If Prefect changes this message, a user's retry
     of a crashed run counts as automatic. The run may then fail with `CrashLoop`; a retry after that counts as a user's.
     """
@@ -95,7 +95,7 @@ def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
         return False
     period = get_current_settings().flows.heartbeat_frequency
     if run.state.is_paused() or period is None:
-        # Without heartbeats, a run that is being cancelled looks like a run whose worker has exited.
+        # Without heartbeats, a run that is being cancelled may be a run whose worker has exited, so it counts as ended.
         return not run.state.is_cancelling()
     timeout = timedelta(seconds=3 * period)
     heartbeats = EventFilter(
@@ -116,7 +116,7 @@ _SUSPENSION_FIELD = "flow_run_suspension_request"
 
 
 def is_flow_run_suspended() -> bool:
-    """Return whether the flow run of this context was suspended. It needs no request: Prefect observes the state."""
+    """Return whether this context's flow run was suspended; this needs no request, since Prefect observes the state."""
     return get_suspension_state() is not None
 
 
@@ -155,9 +155,9 @@ def _get_suspension_request(context: FlowRunContext) -> Any:
 def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
-    `suspend_flow_run` saves the form after the state: if the process ends in between, the UI cannot resume the run. It
-    also rejects a run that was suspended in the UI. So this function saves the form first. It forces the state, because
-    the server's rules reject this state for a suspended run. Since 3.9, accepting the state also deletes the form.
+    `suspend_flow_run` saves the form after the state, so the UI cannot resume the run if the process ends in between;
+    and it rejects a run that was suspended in the UI. So this function saves the form first. It forces the state: the
+    server's rules reject this state for a suspended run, and from 3.9 on, accepting the state also deletes the form.
 
     Raises:
         Abort: the run is no longer running or suspended.
@@ -186,7 +186,7 @@ _CANCELLED_FILTER = {"type": {"any_": ["CANCELLING", "CANCELLED"]}}
 def watching_cancellation(period: timedelta) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether the flow run of this context, or a run that called it, was cancelled.
 
-    The function makes no request: a thread asks the server once per `period`, also after an error.
+    The function makes no request, because a thread asks the server once per `period`, also after an error.
     """
     closed, is_cancelled = threading.Event(), threading.Event()
 
@@ -243,7 +243,7 @@ def clear_cancellation() -> bool:
 
 # Keep a run alive when the reader of its log has exited, such as a killed worker that held the pipe of its output.
 #
-# Rich exits the process or thread that prints to a broken pipe, and Prefect's console handler does not prevent it. The
+# Rich exits the process or thread that prints to a broken pipe, and Prefect's console handler allows this. The
 # log still reaches Prefect's API and all other handlers.
 #
 # To ask upstream: that `PrefectConsoleHandler` treats a broken pipe like any other error of a handler.
@@ -251,7 +251,7 @@ def clear_cancellation() -> bool:
 
 def ignore_broken_log_pipe() -> None:
     """Drop console log lines of this process after their reader has exited. May be called at any time."""
-    from prefect_tune.terminal.live_display import find_console_handlers  # the flows import this module
+    from prefect_tune.terminal.live_display import find_console_handlers  # here, since the flows import this module
 
     for handler in find_console_handlers():
         console = getattr(handler, "console", None)

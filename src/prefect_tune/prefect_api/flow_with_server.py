@@ -1,8 +1,8 @@
 """Flows that find or start a Prefect server if no API is configured. They start the server faster than Prefect does.
 
-Prefect also imports the complete server into the client process. This import takes half of the time before a script's
-first trial, 80 MB of memory, and a quarter of the CPU time of a short search. Prefect gives the server 20 s to start;
-the first start on a machine runs all migrations, and may take longer.
+When Prefect starts a server, it also imports the complete server into the client process. This import takes half of the
+time before a script's first trial, 80 MB of memory, and a quarter of the CPU time of a short search. Prefect gives the
+server 20 s to start; the first start on a machine runs all migrations, and may take longer.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class FlowWithServer(Flow[_P, _R]):
         Raises:
             InvalidInput: an argument is wrong, or nothing answers at the configured `PREFECT_API_URL`; no run was
                 started.
-            KeyboardInterrupt: Ctrl-C. The message names the next step. If the flow run had begun (`had_run_begun`), it
-                ends as *Interrupted*, of type Cancelled.
+            KeyboardInterrupt: Ctrl-C. The message names the next step. If the flow run had begun (`had_run_begun`), the
+                run ends as *Interrupted*, of type Cancelled.
         """
         marks: dict[str, bool] = {}
         advice = f"{self.name} was interrupted before it began: run it again"
@@ -113,7 +113,7 @@ class FlowWithServer(Flow[_P, _R]):
         except TuneError as error:
             raise error.with_traceback(None) from None  # the lines of Prefect's engine are irrelevant
         except KeyboardInterrupt as interrupt:
-            # Not a subclass: Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
+            # Not a subclass, because Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(marks)
             raise again from None
@@ -148,7 +148,7 @@ def showing_search_output(flow: str) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", output(flow))
 
 
-# The deferred interrupts of a flow call in this context. Runs of deployments are not calls: Prefect sets their states.
+# The deferred interrupts of a flow call in this context. A deployment's run is not a call; Prefect sets its state.
 _deferred_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_deferred_interrupts", default=None)
 
 
@@ -169,7 +169,7 @@ _last_run_id: ContextVar[UUID | None] = ContextVar("_last_run_id", default=None)
 
 
 def record_flow_run() -> None:
-    """Record the id of this flow run. It is a function for the reason given at `_try_defer_interrupt`."""
+    """Record the id of this flow run. `_try_defer_interrupt` says why this is a separate function."""
     context = FlowRunContext.get()
     _last_run_id.set(context.flow_run.id if context is not None and context.flow_run is not None else None)
 
@@ -184,7 +184,7 @@ def _is_top_level_call() -> bool:
 def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
     """Defer an interrupt if a call is active, and return whether a call is active.
 
-    It is a function, because Dask pickles the globals that a flow uses, and cannot pickle a `ContextVar`.
+    This is a separate function, because Dask pickles the globals that a flow uses, and cannot pickle a `ContextVar`.
     """
     if (interrupts := _deferred_interrupts.get()) is None:
         return False
@@ -194,7 +194,7 @@ def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
 
 def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap the function of a flow so that Ctrl-C ends the run as Interrupted; Prefect would treat it as a crash."""
-    # Prefect does not evaluate annotations. Importing the returned class takes longer than importing the flow.
+    # Evaluate annotations, as Prefect does not; but not the return type, whose import takes longer than the flow's.
     function.__annotations__.pop("return", None)
     function.__annotations__ = get_type_hints(function, include_extras=True)
 
@@ -271,14 +271,14 @@ def _start_own_server(resources: ExitStack) -> None:
     settings = get_current_settings().to_environment_variables(exclude_unset=True)
     server = start_prefect_server({**LIGHT_SERVER_SETTINGS, **os.environ, **settings}, services="few")
     _log.info(
-        "Starting a Prefect server for this process at %s: this takes some seconds; the first time on a machine, when "
-        "it creates its database, a minute. A permanent server (`prefect server start`) saves this time",
+        "Starting a Prefect server for this process at %s. This takes some seconds, or a minute the first time on a "
+        "machine, when the server creates its database. A permanent server (`prefect server start`) saves this time",
         server.url,
     )
     atexit.register(server.terminate)
     is_healthy = False
     try:
-        _set_api_url(server.url)  # takes about as long as the start of the server; early requests wait
+        _set_api_url(server.url)  # runs while the server starts, which takes as long; early requests wait
         resources.enter_context(_disabling_heartbeats())
         for name in _MODULES_TO_PRELOAD:
             with suppress(ImportError):  # raised again by the code that needs it
@@ -342,7 +342,7 @@ def _set_api_url(url: str | None) -> None:
 
 
 def _disabling_heartbeats() -> AbstractContextManager[object]:
-    """Switch heartbeats off: no automation needs them, and they delay the end of each flow by up to 1 s."""
+    """Switch heartbeats off, since no automation needs them, and they delay the end of each flow by up to 1 s."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
@@ -364,11 +364,11 @@ def _skip_heartbeat_joins() -> None:
 
 LIGHT_SERVER_SETTINGS: Mapping[str, str] = {
     # Defaults of the server; the user's settings override them.
-    # By default, each of a task run's three states is one transaction. Batches delay the UI by 1 s at most.
+    # Batch the states of task runs, which by default are one transaction each. Batches delay the UI by 1 s at most.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # Automations need a permanent server; evaluating them takes a twelfth of this server's CPU time.
+    # Automations need a permanent server, and evaluating them would take a twelfth of this server's CPU time.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
     # At its start, a server imports every installed integration, such as Dask, to list its blocks in the UI. This
     # server has no UI, and saving a block registers its type.
@@ -431,7 +431,7 @@ def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Map
 
 
 def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check that Prefect's API accepts the arguments; its own error would print all of them.
+    """Check that Prefect's API accepts the arguments; Prefect's own error would print all arguments.
 
     Raises:
         InvalidInput: the arguments are too large in total, or an argument contains text that is not Unicode.
@@ -446,7 +446,7 @@ def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any
             raise InvalidInput(
                 f"{name}: expected Unicode text, found {text!a}; read the file in the trainable"
             ) from None
-        except AssertionError as error:  # before Prefect 3.9; it has no message
+        except AssertionError as error:  # before Prefect 3.9; this error has no message
             raise InvalidInput(
                 f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
             ) from error

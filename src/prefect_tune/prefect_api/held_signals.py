@@ -1,7 +1,7 @@
-"""Hold SIGTERM and Ctrl-C back from the main thread while searches run in other threads, until their trials have saved.
+"""While searches run in other threads, hold SIGTERM and Ctrl-C back from the main thread until the trials have saved.
 
 Python installs and calls signal handlers only in the main thread. A search in another thread would therefore miss all
-signals: the default of SIGTERM ends the process at once, and after Ctrl-C the main thread exits while the trials train.
+signals: by default, SIGTERM ends the process at once, and after Ctrl-C the main thread exits while the trials train.
 So, while a search runs outside of the main thread:
 
     signal ──► a handler in C stores the signal's number, and calls no other handler
@@ -9,11 +9,11 @@ So, while a search runs outside of the main thread:
            ──► all searches have ended: the previous handlers are restored, and the process sends itself the signal
 
 The handlers of Prefect, asyncio and the script are called after the save, as after a search in the main thread. The
-main thread may be blocked in C code until then.
+searches are notified even while the main thread is blocked in C code.
 
-The handler is `l64a` of the C library, which only writes its argument, in base 64, into its own buffer. This is safe in
-any thread where a signal may arrive, even in a new thread that Python does not know yet. (In such a thread, the handler
-of `faulthandler` writes nothing; with `all_threads`, it reads threads that are just ending, and crashes.)
+The handler in C is the C library's function `l64a`. It only writes its argument, in base 64, into its own buffer, which
+is safe in any thread that may receive a signal, even in a new thread that Python does not know yet. (The handler of
+`faulthandler` would write nothing in such a thread; with `all_threads`, it reads threads that are ending, and crashes.)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from prefect.exceptions import TerminationSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
-"""How often the number is read and the handler reinstalled; signals within one interval count as one."""
+"""How often the stored number is read and the handler reinstalled; only the last signal of an interval counts."""
 _STATE_TIMEOUT_SECONDS = 1.0
-"""The time in which the calling runs of a search set their states before SIGTERM ends the process."""
+"""The time in which the flow and task runs that called a search set their states before SIGTERM ends the process."""
 
-# The handlers in C: `signal.signal` of Python works only in the main thread.
+# CPython's own functions that get and set a handler in any thread; `signal.signal` works only in the main thread.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(("PyOS_setsig", ctypes.pythonapi))
 _store_signal = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_long)(("l64a", ctypes.CDLL(None)))
@@ -71,9 +71,9 @@ class _HoldableSignal:
         self._handler_before: int | None = None
 
     def install_handler(self) -> None:
-        """Hold the signal, even if other code, such as another flow, has installed its own handler since."""
+        """Hold the signal; hold it again if other code, such as another flow, has installed its own handler."""
         if self.number == signal.SIGINT and not callable(signal.getsignal(signal.SIGINT)):
-            self.restore_handler()  # it is ignored: in a kernel without a running cell, or in a shell's background
+            self.restore_handler()  # ignored already, as in a kernel without a running cell, or in a shell's background
         elif (handler := _get_handler(self.number)) != _HANDLER_ADDRESS:
             self._handler_before, self.is_held = handler, True
             _set_handler(self.number, _HANDLER_ADDRESS)
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call that ends on a signal. In the main thread, it also ends on a signal that other threads' calls hold."""
+    """A call that ends on a signal. A call in the main thread also ends on a signal that is held for other threads."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -110,7 +110,7 @@ class _SignalHolder:
         self._received: list[signal.Signals] = []
         self._is_any_within_run = self._is_main_signalled = False
         self._stopped = threading.Event()
-        """Set unless signals are held; the thread "signals" exits when it is set."""
+        """Set while no signal is held; when this event is set, the thread "signals" exits."""
         self._stopped.set()
 
     def current_call(self) -> _ActiveCall | None:
@@ -140,12 +140,12 @@ class _SignalHolder:
                 self._changed.wait_for(lambda: not self._count_background_calls())
 
     def before_fork(self) -> None:
-        """Block signals to the child until it has its own handlers: the inherited handlers notify the parent."""
+        """Block signals until the child has restored its handlers; the inherited C handler would lose a signal."""
         is_held = any(holdable.is_held for holdable in self._holdable_signals)
         _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if is_held else ())
 
     def after_fork_in_child(self) -> None:
-        """Remove the calls, which the child does not have, and restore the previous handlers."""
+        """Remove the calls, whose threads do not exist in the child, and restore the previous handlers."""
         for holdable in self._holdable_signals:
             holdable.restore_handler()
         self._reset_state()
@@ -163,7 +163,7 @@ class _SignalHolder:
         if number not in self._received:
             self._received.append(number)
         if all(call.is_signalled and not call.has_trials for call in self._calls.values()):
-            self._release_signals()  # no trial runs any more: nothing else delays the exit
+            self._release_signals()  # no trial is left to save, so the exit need not wait
             return
         for thread, call in self._calls.items():
             self._is_main_signalled |= thread == threading.main_thread().ident
@@ -176,7 +176,7 @@ class _SignalHolder:
         call.signals.put(number)
 
     def _release_signals(self) -> None:
-        """Restore the handlers, and resend the received signals to this process, unless the main thread raises them."""
+        """Restore the handlers; resend the received signals unless a call in the main thread raises them."""
         self._stopped.set()
         for holdable in self._holdable_signals:
             holdable.restore_handler()
@@ -223,7 +223,7 @@ os.register_at_fork(
 def holding_signals() -> Iterator[None]:
     """Hold signals back from the main thread during a call in another thread; `raise_held_signal` raises them.
 
-    After a signal, the exit of this block waits until the calls of all threads have ended, and resends the signal.
+    After a signal, the `with` block ends only when no thread but the main thread has a call; then the signal is resent.
     """
     if _is_main_thread() or _signal_holder.current_call() is not None:
         yield
@@ -237,9 +237,9 @@ def holding_signals() -> Iterator[None]:
 
 @contextmanager
 def saving_on_signals() -> Iterator[None]:
-    """Hold signals back in this block, whose trials save on a signal.
+    """Hold signals back in this `with` block, whose trials save on a signal.
 
-    A call in the main thread does not start to hold signals. It receives the signals that other threads hold.
+    In the main thread, the block holds no signals back, but receives the signals that are held for other threads.
     """
     outer = _signal_holder.current_call()
     call = outer or _signal_holder.begin_call()
@@ -253,7 +253,7 @@ def saving_on_signals() -> Iterator[None]:
 
 
 def raise_held_signal() -> None:
-    """Raise a signal that was held back for this thread, once, as Python and Prefect do in the main thread.
+    """Raise the next signal that was held back for this thread, if any, like Python and Prefect in the main thread.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.

@@ -1,4 +1,4 @@
-"""Start a Prefect server as a child process that always exits with its parent, or find the server of this user."""
+"""Start a Prefect server as a child process that always exits with its parent, or find a server that this user runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PrefectServer:
             self.process.wait(_EXIT_TIMEOUT.total_seconds())
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.communicate()  # reaps the server and closes its stdin; closing it earlier would end the server
+        self.process.communicate()  # reaps the server and closes its stdin; to close stdin earlier would end the server
 
 
 def start_prefect_server(
@@ -66,7 +66,7 @@ def start_prefect_server(
     """Start a server on a free port.
 
     Args:
-        environment: the environment of the server process, with its settings.
+        environment: the environment variables of the server process, including its Prefect settings.
         log: receives the output of the server. Default: the output of this process.
         services: "few" omits the UI, the scheduler and other services that only a permanent server needs.
     """
@@ -79,7 +79,7 @@ def start_prefect_server(
             stderr=None if log is None else subprocess.STDOUT,
             env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # else the UI would call the API at port 4200
             pass_fds=(listening.fileno(),),
-            start_new_session=True,  # Ctrl-C must not end it: its parent needs it until the parent exits
+            start_new_session=True,  # Ctrl-C must not end the server, which its parent needs until the end
         )
         return PrefectServer(url, process)
 
@@ -106,7 +106,7 @@ def reports_cancelled_batch(record: logging.LogRecord) -> bool:
 
 
 def _exit_with_parent() -> None:
-    """End the server when its parent exits: stdin then reaches its end, since the parent never writes to it."""
+    """End the server as soon as its stdin ends. The parent writes nothing to stdin, and its exit closes stdin."""
     os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`, during which Python cannot shut down cleanly
     os.kill(os.getpid(), signal.SIGTERM)  # the server first stores the received events
     time.sleep(_EXIT_TIMEOUT.total_seconds())
@@ -118,8 +118,8 @@ def _exit_with_parent() -> None:
 #     ask the kernel who listens there ──► only this user ──► healthy, and the same version of Prefect ──► use it
 #               └─► another user, or no process: send nothing
 #
-# Never: a request to a process of another user, which could answer and receive the data of this user's runs; a wait of
-# more than three seconds.
+# No request is sent to another user's process, since that process could answer and then receive the data of this user's
+# runs. All this takes at most three seconds.
 
 LOOPBACK = "127.0.0.1"
 _FIND_TIMEOUT_SECONDS = 3.0
@@ -127,10 +127,10 @@ _MAX_RESPONSE_BYTES = 64 * 1024
 
 
 def find_user_server() -> str | None:
-    """Return the API URL of this user's server where `prefect server start` listens; None if there is none.
+    """Return the API URL of this user's server at the address of `prefect server start`; None if there is none.
 
-    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. On systems other than Linux the result is None:
-    they do not report the owner of a socket.
+    The port is the setting `PREFECT_SERVER_API_PORT`, 4200 by default. On systems other than Linux, the result is None,
+    because these systems do not tell which user a socket belongs to.
     """
     settings = get_current_settings().server.api
     path = (settings.base_path or "/api").rstrip("/")
@@ -146,7 +146,7 @@ def find_user_server() -> str | None:
 
 
 def _fetch_body(port: int, path: str, deadline: float) -> bytes | None:
-    """Return the response body of a GET request; None if its status is not 200, or it is too long.
+    """Return the response body of a GET request; None if the status is not 200, or if the response is too long.
 
     Raises:
         OSError: the response is incomplete at `deadline`, even if the server still sends bytes.

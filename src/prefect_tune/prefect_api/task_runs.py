@@ -53,8 +53,8 @@ def mark_task_runs_crashed(
 ) -> None:
     """Set the lost task runs of a flow run, and the task runs that they called, to Crashed.
 
-    This function waits while the flow run may be alive: the server may not know yet that a process was killed. Ended
-    task runs are not changed. If the server does not answer or rejects a request, no state is set.
+    While the flow run may be alive, this function waits, because the server may not know yet that a process was killed.
+    Task runs that have ended stay unchanged. If the server does not answer or rejects a request, no state is set.
 
     Args:
         owner_run: the id of the flow run, from a journal; if it is not a UUID, no state is set.
@@ -81,7 +81,7 @@ def mark_task_runs_crashed(
 
 
 def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
-    """Return all task runs that have not ended, in pages: the server returns at most 200 at a time by default."""
+    """Return all task runs that have not ended. By default, the server returns at most 200 of them per request."""
     flow_run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE_STATE_TYPES)))
     runs: list[TaskRun] = []
@@ -92,10 +92,10 @@ def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Task
     return runs
 
 
-# The type of the public tasks. For pyright, Prefect's own types of `submit` are partly unknown, and lack `wait_for`.
+# The type of the public tasks. Pyright finds Prefect's own type of `submit` partly unknown, and without `wait_for`.
 #
-# To ask upstream: `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)` is not valid, so pyright treats its
-# arguments as unknown, and mypy also requires `return_state`.
+# To ask upstream: a valid signature instead of `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)`, for which
+# pyright treats the arguments as unknown, and mypy also requires `return_state`.
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     class PublicTask(Task[_P, _R]):
         """A Prefect task whose calls are type-checked; at run time it is a plain Prefect task.
 
-        The types omit `return_state=True`, which calls accept, as with any Prefect task.
+        Calls accept `return_state=True`, like those of any Prefect task, but this type omits it.
         """
 
         def __call__(self, *args: _P.args, **options: _P.kwargs) -> _R:  # type: ignore[override]  # see above
@@ -128,11 +128,11 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
 
 # Keep Prefect's messages about the ends of inner tasks, and about unsent events, out of the log of a search.
 #
-# To ask upstream: a task option that omits the message at its end; and, when a service fails to process an item, a log
-# message without the item's `repr`, which has 14 lines for an event.
+# To ask upstream: a task option that omits the message at the task's end; and a log message without the item's `repr`
+# (14 lines for an event) when a service fails to process an item.
 
 TRIAL_TASK_NAME = "run-trial"
-"""The task that runs an attempt. Prefect's message at its end is hidden: the search logs the attempt's end."""
+"""The task that runs an attempt. Prefect's message at the task's end is hidden, since the search logs this end."""
 _ENGINE_MODULE = "task_engine"
 _END_MESSAGE = "Finished in state"
 _FAILED_MESSAGE = "Task run failed with state"
@@ -144,7 +144,7 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 
 @contextmanager
 def quieting_inner_tasks() -> Iterator[None]:
-    """Hide Prefect's log lines about the ends of attempts, and of successful tasks in this context.
+    """Hide Prefect's log lines about the ends of attempts, and about the ends of successful tasks in this context.
 
     If a service of Prefect cannot send an item, such as an event while the server is down, one line without the item is
     logged, at most once a minute. At the log level DEBUG, nothing is hidden.
@@ -156,7 +156,7 @@ def quieting_inner_tasks() -> Iterator[None]:
 
 
 def _filter_task_end_record(record: logging.LogRecord) -> bool:
-    """Return False for records that only report the end of a task; keep messages with a different wording."""
+    """Return False for the known messages that only report the end of a task; return True for all others."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     message, is_attempt = str(record.msg), getattr(record, "task_name", "") == TRIAL_TASK_NAME
@@ -181,7 +181,7 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
     return True
 
 
-# Run a task without the state Pending, which costs the Prefect server as much as each of the other two states.
+# Run a task without the state Pending, which costs the Prefect server as much as Running or the final state.
 #
 # For each state of a task run, Prefect's client sends an event, and the server stores the state in a separate
 # transaction. A called task that waits for nothing is Pending for less than a millisecond.
@@ -189,15 +189,15 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
 # To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
-# None if this release of Prefect lacks it. The public `Task.create_local_run` is asynchronous and opens a client.
+# A private function (None if missing), since the public `Task.create_local_run` is asynchronous and opens a client.
 _create_task_run = getattr(task_engine, "_create_task_run_locally", None)
 
 
 def run_task_inline(task: Task[_P, _R], *args: _P.args, **options: _P.kwargs) -> _R:
     """Run a synchronous task in this thread, like `task(...)`; its task run begins with the state Running.
 
-    A task with tags begins with Pending, since it may wait for slots of their concurrency limits. Arguments must not
-    contain Prefect futures. Raises the error of the task.
+    A task with tags begins with Pending, since it may wait for slots of the tags' concurrency limits. Arguments must
+    not contain Prefect futures. Raises the error of the task.
     """
     return cast("_R", _run_task(task, "result", args, options))
 
@@ -208,7 +208,7 @@ def skip_prefect_introspection(argument: _R) -> _R:
 
 
 def run_task_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
-    """Run a task like `run_task_inline`, and return the final state of its run, with the task's error, if any."""
+    """Run a task like `run_task_inline`, and return the final state of its run, with any error of the task."""
     return cast("State[Any]", _run_task(task, "state", args, options))
 
 
@@ -236,7 +236,7 @@ def current_max_workers() -> int | None:
     return count if isinstance(count, int) and count < sys.maxsize else None
 
 
-# Wait for slots of Prefect's concurrency limits until the attempt must stop, without failing the attempt.
+# Wait for slots of Prefect's concurrency limits without failing the attempt; end the wait when the attempt must stop.
 #
 # Prefect's own wait fails if a limit is 0 (HTTP 422), and cannot be ended by the caller.
 #
@@ -251,8 +251,8 @@ _slot_wait_stop: ContextVar[threading.Event | None] = ContextVar("prefect_tune_s
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
     """Return a context that waits for a slot of each of `limits`, and holds the slots.
 
-    The wait continues while the API is unreachable or a limit is 0, and ends when `stop` is set. If a lease
-    cannot be renewed later, the block continues. If a slot cannot be released at the end, it becomes free a minute
+    The wait continues while the API is unreachable or a limit is 0, and ends when `stop` is set. If a lease cannot be
+    renewed later, the `with` block continues. If a slot cannot be released at the end, the slot becomes free a minute
     later.
     """
     lease_seconds = _LEASE_DURATION.total_seconds()
@@ -261,7 +261,7 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
 
 
 def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
-    """In this block, let `stop` end the waits of tasks for the slots of their tags."""
+    """Return a context in which `stop` ends the waits of tasks for the slots of their tags."""
     return setting_context_variable(_slot_wait_stop, stop)
 
 
@@ -272,7 +272,7 @@ def _holding_slots(
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
-            # Prefect serializes these requests, so each caller makes one request, with a timeout.
+            # Prefect sends these requests one at a time: make a single one with a timeout, so that others get a turn.
             slots = request_slots(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
@@ -298,13 +298,13 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Return the context that waits for the slots of a task's tags: our wait in our flows, Prefect's wait in others."""
+    """Return the context that waits for the slots of a task's tags; outside of our flows, it is Prefect's own."""
     context, stop = FlowRunContext.get(), _slot_wait_stop.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
     return _holding_slots(names, stop or threading.Event(), partial(concurrency, names, **options))
 
 
-# Prefect's engine calls its wait for the slots of a task's tags by this name; there is no public hook.
+# Prefect's engine calls its wait for the slots of a task's tags by this name. Rebind the name: there is no public hook.
 if "_concurrency" in vars(task_engine):
     vars(task_engine)["_concurrency"] = _holding_tag_slots

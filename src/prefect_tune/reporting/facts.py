@@ -45,7 +45,7 @@ MAX_CURVES = 60
 MAX_TRIALS = 50
 MAX_ERRORS = 10
 MAX_RUNS = 20
-"""The number of last runs in tables and in JSON."""
+"""The maximum number of runs in tables and in JSON; the last runs are kept."""
 _MAX_PARAMETERS = 200
 
 RunUrlFunction: TypeAlias = Callable[[Owner], str | None]
@@ -59,28 +59,28 @@ class Totals:
     trained_seconds: float | None
     """None if the time of a trial was not measured."""
     useful_seconds: float | None
-    """The training time that was not lost, as in `slots`; equal to `trained_seconds` if no attempt held a slot."""
+    """The seconds of *training* in `slots`, without lost time; `trained_seconds` if no attempt held a slot."""
     lost_seconds: float
-    """The training time of lost attempts after their last commits, as in `slots`."""
+    """The seconds of *lost* in `slots`: the training time of lost attempts after their last commits."""
     attempts: int
     attempts_lost: int
     attempts_failed: int
     recomputed_steps: int
-    """Steps that were trained, lost, and trained again."""
+    """The number of steps that were trained, lost, and trained again."""
     recomputed_is_lower_bound: bool
-    """Whether more steps may have been trained again."""
+    """Whether more than `recomputed_steps` may have been trained again."""
     recomputed_seconds: float | None
-    """An estimate from the average time of a step; None without `trained_seconds`."""
+    """The estimated time of `recomputed_steps`, from the average time of a step; None without `trained_seconds`."""
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The bytes in `committed_bytes` whose uploads are known; the uploads of adopted commits are unknown."""
+    """The part of `committed_bytes` whose uploads were measured; the uploads of adopted commits are unknown."""
     sent_bytes: int
     saved_bytes: int
-    """Bytes that were not uploaded, because the target already had them."""
+    """The number of bytes that were not uploaded because the target already had them."""
     upload_seconds: float
     slots: Mapping[str, object] = field(default_factory=dict)
-    """How the seconds of the slots were spent; see `cost_to_json`."""
+    """The seconds that the slots spent, by category and run, as `cost_to_json` returns them."""
     sentence: str = ""
     """The cost in one sentence; empty if no slot was held."""
 
@@ -95,18 +95,18 @@ class ReportInput:
     objective: Objective | None
     snapshot: SearchSnapshot
     trials: Sequence[Trial]
-    """The trials in the order of their addition, with their newest reports."""
+    """The trials in the order in which they were added, with their newest reports."""
     losses: Mapping[str, Losses]
-    """The losses of the trials that can be compared, the best first."""
+    """The losses of each trial that can be compared, by trial name, the best first."""
     run_url: RunUrlFunction = lambda _: None
     expected_trial_count: int | None = None
-    """The expected number of trials."""
+    """The number of trials that the present run expects; None if unknown."""
     age: str = ""
-    """The age of the report, in words; empty if no trial is running."""
+    """The time or age of the data, in words; empty if no trial is running."""
     differing_parameters: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """A value per trial for each parameter that differs between trials; None if a trial lacks the parameter."""
+    """For each parameter that differs between trials, its value in each trial; None in a trial that lacks it."""
     domains: Mapping[str, object] = field(default_factory=dict)
-    """The domains of the space, by parameter; a choice precedes its options. Empty if no space is journaled."""
+    """The domains of the space, by parameter; a choice precedes the domains in its options. Empty without a space."""
 
     @cached_property
     def ranking(self) -> Sequence[Trial]:
@@ -116,7 +116,7 @@ class ReportInput:
 
     @cached_property
     def best_trials(self) -> Sequence[Trial]:
-        """The best trial, or the Pareto front with several metrics; empty if no trial can be compared."""
+        """The best trial or, with several metrics, the Pareto front; empty if no trial can be compared."""
         if self.objective is None or len(self.objective.metrics) == 1:
             return self.ranking[:1]
         by_name = {trial.id: trial for trial in self.trials}
@@ -124,7 +124,7 @@ class ReportInput:
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
-        """The first 50 trials: the compared trials, the best first, then the other trials."""
+        """The first 50 trials: first those that can be compared, the best first, then the others."""
         others = (trial for trial in self.trials if trial.id not in self.losses)
         return [*self.ranking, *others][:MAX_TRIALS]
 
@@ -154,7 +154,7 @@ class ReportInput:
 
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
-        """The period of each owner, and its number of attempts. While a trial runs, the last period ends at `now`."""
+        """Each owner's period, and its number of attempts. While a trial runs, the last period ends at `now`."""
         periods = list(self.snapshot.ownerships)
         begins = [period.began_at for period in periods]
         counts = Counter(bisect_right(begins, attempt.began_at) - 1 for attempt in self.snapshot.attempts)
@@ -164,12 +164,12 @@ class ReportInput:
 
     @property
     def elapsed_seconds(self) -> float:
-        """The time, in seconds, during which the experiment had an owner. It excludes the time between runs."""
+        """The seconds during which the experiment had an owner, without the time between runs."""
         return sum(compute_elapsed_seconds(period) for period, _ in self.runs)
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """The time that the slots spent, by category."""
+        """The time that the slots spent, by category, run and attempt."""
         return compute_cost(self.experiment, self.now)
 
     @cached_property
@@ -208,7 +208,7 @@ class ReportInput:
         return {name: loss if mode == "min" else -loss for name, mode, loss in rows}
 
     def has_log_scale(self, parameter: str) -> bool | None:
-        """Return whether a parameter is sampled on a log scale; None if unknown."""
+        """Return whether a parameter is sampled on a log scale; None unless its domain is a range of numbers."""
         domain = self.domains.get(parameter)
         return domain.scale == "log" if isinstance(domain, Float | Integer) else None
 
@@ -267,7 +267,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: half of them are the first (best) trials, half are spread over the rest."""
+    """Return at most `max_count` trials: half of them the first, which are the best, and half spread over the rest."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]
@@ -276,13 +276,13 @@ def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
 
 
 def select_curve_trials(experiment: Experiment) -> Sequence[str]:
-    """Return the trials for the charts of learning curves: the best trials and some others."""
+    """Return the names of the trials for the charts of learning curves: the best trials and some others."""
     ordered = sort_trials(list(experiment.trials.values()), objective_from_settings(experiment.settings))
     return [trial.id for trial in sample_trials(ordered, MAX_CURVES)]
 
 
 def _read_domains(space: object) -> Mapping[str, object]:
-    """Return the domains of a journaled space, by parameter, without importing functions of the space."""
+    """Return the domains of a journaled space, by parameter, without importing the functions that the space names."""
 
     def reject(_: Mapping[str, object]) -> object:
         raise InvalidInput("a report draws no values")

@@ -56,16 +56,16 @@ from prefect_tune.reporting.svg import (
 )
 from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, format_counts, format_metrics
 
-# The page: at most about 300 KB, for any number of trials.
+# The page. Its limits on rows, charts and texts keep it below about 300 KB for any number of trials.
 
 _GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
-"""Statuses that the headline does not count."""
+"""Statuses whose trials are not counted in the headline."""
 _MAX_PARAMETER_COLUMNS = 5
 _BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
 _COLUMN_GAP = 2
 _MAX_TABLE_WIDTH = 126
-"""The maximum width of a table, in characters, that needs no scroll bar in the HTML file."""
+"""The greatest width of a table, in characters, at which the HTML file needs no scroll bar."""
 _MAX_SETTING_CHARACTERS = 1000
 _MAX_TRACEBACK_CHARACTERS = 4000
 _MAX_PARAMETERS = 40
@@ -76,7 +76,7 @@ _TIMELINE_LEGEND = (
     "✕: the attempt was killed, lost or failed."
 )
 _FIGURES = (
-    ("Learning curves", draw_learning_curves, "Orange: the best. Blue: the next best, labelled; pale: the others."),
+    ("Learning curves", draw_learning_curves, "Orange: the best. Blue: the next best, with names. Pale: the others."),
     ("Parameters", draw_parallel_coordinates, "Each line is a trial. Orange: the best; blue: the best fifth."),
     ("Timeline", draw_timeline, _TIMELINE_LEGEND),
 )
@@ -121,7 +121,7 @@ def make_headline_section(report: ReportInput) -> Iterator[PageElement]:
 
 
 def _format_headline(report: ReportInput) -> str:
-    """Return one line with the best metric, the progress, and the number of errors."""
+    """Return one line with the best metric, the progress, and the counts of other statuses, such as errored."""
     parts = []
     if len(report.best_trials) == 1 and report.objective is not None:
         name, best = report.objective.metrics[0], report.best_trials[0]
@@ -136,7 +136,7 @@ def _format_headline(report: ReportInput) -> str:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have requested more
-    # The journal does not say how many trials will follow.
+    # The journal does not say how many trials will follow; without an expected number, count only the proposed ones.
     kind = "trials" if report.expected_trial_count else "proposed trials"
     parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
     counts = count_by_status(report.experiment).items()
@@ -236,7 +236,7 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
     last.append(("trained", ["not measured" if seconds is None else format_span(seconds) for seconds in times]))
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
-    # Show up to five parameters that differ between trials, if they fit the width; a single trial shows any five.
+    # Show the first five parameters that differ between trials (of a single trial, any five), as far as they fit.
     free_width = _MAX_TABLE_WIDTH - sum(map(_measure_column, (*columns, *last)))
     configs = [flatten(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
@@ -251,14 +251,14 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
 
 
 def _measure_column(column: Column) -> int:
-    """Return the width of a column in characters; the column's name may wrap at spaces."""
+    """Return the width of a column with its gap, in characters; only the column's name may wrap, at spaces."""
     name, cells = column
     texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
     return max((*map(len, name.split()), *map(len, texts)), default=0) + _COLUMN_GAP
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
-    """Yield a table. After the first column, a column with one value in all rows becomes a note above the table."""
+    """Yield a table. Except for the first column, a column with only one value becomes a note above the table."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:
@@ -326,7 +326,7 @@ def make_cost_rows(totals: Totals) -> Mapping[str, str]:
     if totals.measured_bytes:
         share = totals.saved_bytes / max(1, totals.saved_bytes + totals.sent_bytes)
         rows["upload"] = f"{sent} sent in {format_span(totals.upload_seconds)}"
-        rows["deduplication"] = f"{saved} not sent, {share:.0%}: already on the target"
+        rows["deduplication"] = f"{saved} not sent, {share:.0%}: the target already had them"
     return rows
 
 
@@ -408,7 +408,7 @@ def _to_markdown(element: PageElement, *, has_pictures: bool) -> Iterator[str]:
 
 
 def _render_table(table: Table) -> Iterator[str]:
-    """Yield a Markdown table. Markdown needs a header: without one, the first row becomes the header."""
+    """Yield a Markdown table. Since Markdown requires a header, the first row serves as the header if there is none."""
     rows = [list(map(_render_cell, row)) for row in table.rows]
     if not rows:
         return
@@ -421,7 +421,7 @@ def _render_table(table: Table) -> Iterator[str]:
 
 
 def _avoid_breaks(cell: str) -> str:
-    """Replace the spaces of a short cell, so that the cell does not wrap: tables are narrow in Prefect's UI."""
+    """Replace the spaces of a short cell by no-break spaces, so that it does not wrap in Prefect's narrow tables."""
     return cell.replace(" ", "\N{NO-BREAK SPACE}") if len(cell) <= _MAX_UNBROKEN_CHARACTERS else cell
 
 

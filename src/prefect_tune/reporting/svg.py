@@ -1,8 +1,8 @@
 """Draw the charts of a report as SVG: learning curves, parallel coordinates, and the timeline.
 
-No plotting library is used: matplotlib takes 1.2 CPU s to import, 80 MiB of memory, and 0.3 s and 84 kB per chart. This
-module takes milliseconds per chart, and its charts are ten times smaller. A chart is shown as an `<img>`, which does
-not know the theme of its page. So charts have no background, and their colors are readable on black and on white.
+No plotting library is used. Matplotlib would need 1.2 CPU s for its import and 80 MiB of memory, and 0.3 s and 84 kB
+per chart. This module takes milliseconds per chart, and its charts are ten times smaller. An `<img>` with a chart does
+not know the theme of its page, so charts have no background, and their colors are readable on a dark or a light page.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BLUE, ORANGE, GREEN, RED = "#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b"
 VIOLET, TEAL, GREY = "#9a6ee8", "#14949c", "#78808a"
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
 FAINT, PALE = 0.5, 0.6
-"""Opacities of the grid and of marks in the background: below 0.5 they vanish on a dark or a light page."""
+"""Opacities of the grid and of marks in the background; with less than 0.5 they vanish on a dark or a light page."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _MAX_CHARACTERS = 80
-_NO_XML = re.compile("[\ufffe\uffff]")  # control characters that XML forbids are already made visible
+_NO_XML = re.compile("[\ufffe\uffff]")  # the only characters that XML forbids but `make_visible_line` keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ class Drawing:
         self._shapes.append(f'<path d="{_format_path(points)}z" {pen.format_fill()}/>')
 
     def dots(self, points: Sequence[Point], pen: Pen) -> None:
-        """Draw a dot with the width of the pen at each point."""
+        """Draw a dot at each point, as wide as the pen."""
         if points:
             path = "".join(f"M{_format_coordinate(x)} {_format_coordinate(y)}h0" for x, y in points)
             self._shapes.append(f'<path class="dots" d="{path}" stroke-linecap="round" {pen.format_stroke()}/>')
 
     def bar(self, corner: Point, size: Point, fill: Fill, *, title: str = "", kind: str = "bar") -> None:
-        """Draw a rectangle with this upper left corner. Viewers show the title as a tooltip."""
+        """Draw a rectangle whose upper left corner is at `corner`. Viewers show `title` as a tooltip."""
         (x, y), (width, height) = corner, size
         match fill.style:
             case "solid":
@@ -134,7 +134,7 @@ class Drawing:
 
 
 def escape_text(text: str) -> str:
-    """Escape untrusted text, on one line of at most 80 characters."""
+    """Return untrusted text escaped for SVG, on one line and shortened to 80 characters."""
     line = " ".join(_NO_XML.sub("", make_visible_line(text)).split())
     return escape(shorten(line, _MAX_CHARACTERS))
 
@@ -154,15 +154,15 @@ SMALL_TEXT = 'font-size="11"'
 ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 
 _MIN_LOG_RATIO = 50.0
-"""A scale may be logarithmic if its largest number is at least this multiple of its smallest."""
+"""By default, a scale may be logarithmic only if its largest number is at least this multiple of the smallest."""
 _OUTLIER_FACTOR = 8.0
-"""Numbers beyond this multiple of the range of the middle 90 % are outliers, which are drawn at the edge."""
+"""A number is an outlier, drawn at the edge, if it is farther from the middle 90 % than this multiple of its range."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps the range `low` to `high` to the positions `begin` to `end`. Other numbers are clipped to the edge."""
+    """Maps the numbers from `low` to `high` to positions from `begin` to `end`, and others to the nearest edge."""
 
     low: float
     high: float
@@ -179,7 +179,7 @@ class Scale:
         return self.begin + min(1.0, max(0.0, share)) * (self.end - self.begin)
 
     def make_ticks(self, max_count: int = 6) -> Sequence[tuple[float, str]]:
-        """Return at most `max_count` positions with their labels."""
+        """Return the positions and labels of at most `max_count` ticks."""
         values = self._make_log_ticks(max_count) if self.is_log else self._make_linear_ticks(max_count)
         return [(self.to_position(value), format_number(value)) for value in values]
 
@@ -214,11 +214,11 @@ def fit_scale(
 
     Args:
         is_log: whether a scale of positive numbers is logarithmic. By default, the distribution of `values` decides.
-        room: the share of the range that stays free on each side.
+        room: the free space on each side, as a share of the range of `values`.
     """
     ordered = sorted(values) or [0.0, 1.0]
     low, high = ordered[0], ordered[-1]
-    if len(ordered) >= 20 and low <= 0:  # a linear axis would be squeezed by outliers
+    if len(ordered) >= 20 and low <= 0:  # exclude outliers, since the scale cannot be logarithmic
         first, last = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
         margin = (last - first) * _OUTLIER_FACTOR or high - low
         low, high = max(low, first - margin), min(high, last + margin)
@@ -226,7 +226,7 @@ def fit_scale(
         margin = abs(low) * 0.1 or 1.0
         return Scale(low - margin, high + margin, begin, end)
     if is_log is None and (is_log := low > 0 and high / low >= _MIN_LOG_RATIO):
-        # Are the numbers spread more evenly on a logarithmic scale than on a linear one?
+        # Choose the logarithmic scale unless the median is closer to the middle of the linear scale.
         middle = ordered[len(ordered) // 2]
         log_share = (math.log(middle) - math.log(low)) / (math.log(high) - math.log(low))
         is_log = abs(log_share - 0.5) <= abs((middle - low) / (high - low) - 0.5)
@@ -369,7 +369,7 @@ class Axis:
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
-    """Draw each trial as a line through its parameters and metrics; return None without a metric or a second trial."""
+    """Draw each ranked trial as a line through its parameters and metrics; return None below two trials or axes."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     area = PlotArea(70, 44, WIDTH - 70, 280)
@@ -403,7 +403,7 @@ def draw_parallel_coordinates(report: ReportInput) -> str | None:
 
 
 def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
-    """Return the axes of the first differing parameters and of the metrics."""
+    """Return the axes of the first parameters that differ between trials, and of the objective's metrics."""
     names = [trial.id for trial in report.trials]
     columns = ((name, dict(zip(names, values, strict=True))) for name, values in report.differing_parameters.items())
     parameters = [_make_axis(name, values, area, is_log=report.has_log_scale(name)) for name, values in columns]
@@ -416,7 +416,7 @@ def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
 
 
 def _make_axis(name: str, values: Mapping[str, object], area: PlotArea, *, is_log: bool | None = None) -> Axis | None:
-    """Return the axis of a parameter; None if the parameter has no values or too many different texts."""
+    """Return the axis of a parameter or metric; None if it has no values, or more than 12 different texts."""
     present = [value for value in values.values() if value is not None]
     numbers = select_numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:
@@ -449,9 +449,9 @@ STATUS_FILLS: Mapping[Status, Fill] = {
     Status.RUNNING: Fill(BLUE),
     Status.PAUSED: Fill(VIOLET, "outline"),
 }
-"""The fill of an attempt's bar, by the attempt's final status. Statuses differ in more than their color."""
+"""The fill of an attempt's bar, by the attempt's final status."""
 _AttemptBar: TypeAlias = tuple[AttemptPeriod, float, float]
-"""An attempt, with the left and right ends of its bar."""
+"""An attempt, with the positions of the left and right ends of its bar."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +460,7 @@ class _TimeAxis:
 
     begin: datetime
     knots: Sequence[tuple[float, float]]
-    """Pairs of a time in seconds and a horizontal position."""
+    """Pairs of a time, in seconds since `begin`, and its horizontal position; linear in between."""
     breaks: Sequence[tuple[float, timedelta]]
     """The position and duration of each compressed idle time."""
 
@@ -477,7 +477,7 @@ def draw_timeline(report: ReportInput) -> str | None:
     ownerships = report.snapshot.ownerships
     if not ownerships:
         return None
-    now = ownerships[-1].last_entry_at  # attempts without an end are drawn up to the last journal entry
+    now = ownerships[-1].last_entry_at  # the bar of an attempt without an end extends to the last journal entry
     attempts = [(attempt, attempt.ended_at or max(attempt.began_at, now)) for attempt in report.snapshot.attempts]
     periods = [(ownership.began_at, ownership.last_entry_at) for ownership in ownerships]
     time_axis = _make_time_axis(periods + [(attempt.began_at, end) for attempt, end in attempts])
@@ -572,7 +572,7 @@ def _draw_attempts(
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {ANCHOR_END}')
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
-            # An ended trial's last attempt gets the trial's status, since a paused trial may have been pruned later.
+            # Draw an ended trial's last attempt with the trial's status, since it may have been pruned while paused.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status

@@ -1,6 +1,6 @@
 """`pt.Checkpoint`: a directory of files, local or on a storage target.
 
-Trial processes import this module, so it imports little: each method imports its dependencies when it is called.
+Trial processes import this module, so it imports little, and each method imports its dependencies when it is called.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DISPLAY_TIMEOUT = timedelta(seconds=10)
 
 
 class _AttributeAdviceMeta(type):
-    """Raises the same error for an unknown attribute of the class as for an unknown attribute of an instance."""
+    """Makes an unknown attribute of the class raise the same error as an unknown attribute of an instance."""
 
     if not TYPE_CHECKING:  # else a type checker would accept every name
 
@@ -46,10 +46,10 @@ class _AttributeAdviceMeta(type):
 class Checkpoint(metaclass=_AttributeAdviceMeta):
     """A directory of files: on this machine, on a target, or in any other bucket.
 
-    Every byte of a checkpoint that prefect-tune committed is verified when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. A copy contains the metadata, if any is set, in the
-    file `.metadata.json`. Creating, printing and pickling the object reads no files. Displaying it in a notebook reads
-    its manifest, for at most 10 s.
+    If prefect-tune committed the checkpoint, every byte is verified when it is read. A plain directory (Ray's,
+    Lightning's, your own) is read without verification. A copy contains the metadata, if any is set, in the file
+    `.metadata.json`. No file is read when the object is created, printed or pickled. In a notebook, displaying the
+    object reads the manifest, for at most 10 s.
 
     Example:
         ```python
@@ -89,7 +89,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
 
     @classmethod
     def _from_target(cls, opener: StoreOpener, root_uri: str, key: CheckpointKey) -> Checkpoint:
-        """Refer to the checkpoint `key` on a target. `opener` opens the target, and `root_uri` is its URI."""
+        """Refer to the checkpoint `key` on a target. `opener` opens the target, and `root_uri` is the target's URI."""
         from prefect_tune.core.storage.layout import join_uri
 
         checkpoint = cls(key.folder)
@@ -107,7 +107,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
     def filesystem(self) -> FileSystem:
         """The pyarrow file system that contains `path`.
 
-        For a committed checkpoint, it is read-only, has the committed files and `.metadata.json`, and verifies reads.
+        For a committed checkpoint, the file system is read-only, verifies what is read, and adds `.metadata.json`.
         """
         return self._location.resolve().make_filesystem()
 
@@ -118,17 +118,17 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
 
         Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
         other processes share that directory until a file in it is changed. If several processes request one directory,
-        one downloads and the others wait. A directory appears complete or not at all. Existing files are reused.
+        one downloads it and the others wait. A directory appears complete or not at all. A complete one is reused.
 
         ```python
         directory = checkpoint.to_directory("copy-of-model")
         ```
 
         Raises:
-            InvalidInput: `path` exists with other content; that content stays unchanged.
+            InvalidInput: `path` exists with other content, which stays unchanged.
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
-            DeadlineExceeded: not done within `timeout`.
+            DeadlineExceeded: the copy was not complete after `timeout`.
         """
         from prefect_tune.stores.local.scratch import DestinationInUse, fill_directory, make_user_folder
 
@@ -144,7 +144,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
                 try:
                     fill_directory(destination, content, deadline)
                 except DestinationInUse:
-                    continue  # the caller has changed the files: keep the directory, and use the next name
+                    continue  # keep this directory, whose files the caller has changed, and use the next name
                 return str(destination)
         raise AssertionError
 
@@ -153,8 +153,8 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
         """Yield a local directory with the files for a `with` block; do not write to it.
 
         A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
-        machine: all processes and threads share the copy, and the copy is removed when the last of them leaves the
-        block. A killed process's copy is removed after the next use of the checkpoint, or after a week without use.
+        machine. All processes and threads share the copy, which is removed when the last of them leaves the block. The
+        copy of a killed process is removed after the next use of the checkpoint, or after a week without use.
 
         ```python
         with checkpoint.as_directory() as directory:
@@ -164,7 +164,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
         Raises:
             CheckpointNotFound: there is no checkpoint.
             CheckpointCorrupt: committed bytes are missing or altered.
-            DeadlineExceeded: not downloaded within `timeout`.
+            DeadlineExceeded: the files were not downloaded within `timeout`.
         """
         with self._location.resolve().open_local_directory(self._token, Deadline.after(timeout)) as directory:
             yield directory
@@ -227,7 +227,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
             raise _attribute_error(name)
 
 
-# Hints for attributes of Ray's older checkpoint APIs. Each hint has the replacement, and an example to copy.
+# Hints for attributes of Ray's older checkpoint APIs. Each hint names the replacement, and has an example to copy.
 
 _SAVE_EXAMPLE = """\
 import json, tempfile
@@ -276,7 +276,7 @@ _HINTS: Mapping[str, tuple[str, str]] = {
 
 
 def _attribute_error(name: str) -> AttributeError:
-    """Return the error for an unknown attribute. For a name of an older API, the error shows the replacement."""
+    """Return the error for an unknown attribute. If an older Ray API had the attribute, show the replacement."""
     if name not in _HINTS:
         return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
     reason, example = _HINTS[name]

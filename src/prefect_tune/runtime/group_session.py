@@ -1,12 +1,12 @@
-"""Join a trial as a rank that a launcher has started: torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI.
+"""Join a trial as a rank that a launcher (torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI) has started.
 
-A rank finds its attempt by an environment variable that the launcher passes on: the path of the supervisor's socket.
-The rank connects, sends its number, receives a start message like the trial's process, and then reports:
+The launcher passes on an environment variable with the path of the supervisor's socket. The rank connects to the
+socket, sends its number, receives a start message like the trial's process, and then reports:
 
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
 
-Only the same user can connect: the socket is in a folder of mode 0700. Never: two processes of one rank.
+Only the same user can connect, because the socket is in a folder of mode 0700. No two processes join as the same rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_sig
 
 _EXIT_PRIORITY = 10
 _rank_sessions: dict[int, TrialSession] = {}
-"""The session of this process, under its process id: a forked child has another id, and finds no session."""
+"""The session of this process, by its process id. A forked child has another id, and so finds no session."""
 ON_JOIN_ENV = "PREFECT_TUNE_ON_JOIN"
-"""The environment variable with a `package.module:function` that each launched rank calls when it joins (drills)."""
+"""The environment variable with a `package.module:function` that a launched rank calls when it joins, for drills."""
 
 
 class StopRank(StopTraining, SystemExit):
@@ -80,13 +80,13 @@ def join_as_rank(caller: str) -> TrialSession | None:
         raise InvalidInput(f"{caller}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, caller)
     if is_relaunched_as_rank():
-        prepend_import_path(start.import_path)  # a rank that runs another program keeps its own path
+        prepend_import_path(start.import_path)  # a rank that runs another program keeps its `sys.path`
     session = make_session(connection, start, cast("Stopper", load_object(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
     os.environ[RANK_SOCKET_ENV] = ""  # child processes are not ranks; a forked child may still read the trial's info
     activate_session(session, whole_process=True)
-    if find_ancestor_trial() is not None:  # else the supervisor would consider this process killed
+    if find_ancestor_trial() is not None:  # send the end, else the supervisor takes this rank for killed
         session.stop_exception_type = StopRank
         end = partial(_send_rank_end, os.getpid(), session)
         atexit.register(end)  # for a program

@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`. Do nothing if the last call did so: modules may have changed the order."""
+    """Put `import_path` first in `sys.path`. A repeated call changes nothing, to keep the changes that modules made."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -74,7 +74,7 @@ def load_object(name: str, parameter: str = "trainable") -> object:
     for part in attribute.split("."):
         try:
             result = getattr(result, part)
-        except (AttributeError, ImportError) as error:  # the old name of a renamed function raises ImportError
+        except (AttributeError, ImportError) as error:  # a module may raise ImportError for an old name
             raise InvalidInput(f"{parameter} {name!r}: {_missing_attribute_message(result, part)}") from error
     return result
 
@@ -83,7 +83,7 @@ _importing_module: ContextVar[str] = ContextVar("prefect_tune_importing", defaul
 
 
 def require_not_importing(flow: str) -> None:
-    """Raise InvalidInput if `load_object` is importing a module that calls `flow`: each trial would call it again."""
+    """Raise InvalidInput if `load_object` is importing a module that calls `flow`, since each trial would call it."""
     if module := _importing_module.get():
         raise InvalidInput(
             f"{flow}: the import of module {module!r} calls it, so each trial would start it again. Call it "
@@ -143,7 +143,7 @@ def load_trainable(name: str) -> object:
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _find_script_globals(trainable) | names):
         main = ModuleType("__main__")
-        # `multiprocessing` runs the module of this spec in new processes.
+        # In new processes, `multiprocessing` runs the module that `__spec__` names.
         main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
         sys.modules["__main__"] = main
     return trainable
@@ -165,14 +165,14 @@ _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too muc
 
 def write_trainable_for_spawn(trainable: str) -> None:
     """Write a pickled trainable to a file for the processes that the trial spawns; see `load_definitions_for_spawn`."""
-    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # the file of an outer search
+    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # inherited from an outer search
     if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
     file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
     try:
         with file:
             file.write(trainable)
-    except OSError:  # the disk is full: a truncated pickle would fail in every spawned process
+    except OSError:  # such as a full disk; a truncated pickle would fail in every spawned process
         Path(file.name).unlink(missing_ok=True)
     else:
         os.environ[_TRAINABLE_FILE_ENV] = file.name
@@ -181,7 +181,7 @@ def write_trainable_for_spawn(trainable: str) -> None:
 def load_definitions_for_spawn() -> dict[str, object]:
     """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
-    If the file cannot be read, write the reason to stderr and return an empty dict: the process may need no definition.
+    If the file cannot be read, write the reason to stderr and return an empty dict, since the process may need none.
     """
     if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
         return {}  # the trainable is in a module
@@ -239,10 +239,10 @@ def _missing_attribute_message(owner: object, name: str) -> str:
     return f"{what}{where} has no {name!r}; {hint}"
 
 
-# Pickle the definitions of a script or a notebook by value: a trial's process cannot import its `__main__`.
+# Pickle the definitions of a script or a notebook by value, because a trial's process cannot import that `__main__`.
 # cloudpickle does this for functions and classes. This code does it for other objects that `pickle` stores as a name
 # (cached functions, types of `typing`). It also pickles objects with process-local state that functions of a script
-# often use (locks, weak dictionaries). For any other object, pickling raises an error with the object's name.
+# often use (locks, weak dictionaries). `find_unpicklable` finds the name of any other object that cannot be pickled.
 
 _LruCache = functools._lru_cache_wrapper  # noqa: SLF001 - it has no public name
 _Lock, _RLock = type(threading.Lock()), type(threading.RLock())
@@ -256,7 +256,7 @@ def pickle_to_hex(obj: object) -> str:
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump((obj, pickler.names))  # pickled last, when all names are known
+    pickler.dump((obj, pickler.names))  # `names` is last, since pickling `obj` fills it
     return file.getvalue().hex()
 
 
@@ -274,7 +274,7 @@ def _is_importable(obj: object) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Pickle code with its file name, which tracebacks show: cloudpickle 3.1.3 drops the file name."""
+    """Pickle code with its file name, which tracebacks show, but cloudpickle 3.1.3 drops."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
@@ -300,7 +300,7 @@ def _reduce_new_type(new_type: typing.NewType) -> object:
 
 
 def _reduce_type_parameter(parameter: Any) -> object:
-    """Pickle a `ParamSpec` or `TypeVarTuple` by its name: programs read only the name."""
+    """Pickle a `ParamSpec` or `TypeVarTuple` by its name, the only part that programs read."""
     return _qualified_name(parameter) if _is_importable(parameter) else (type(parameter), (parameter.__name__,))
 
 
@@ -416,8 +416,8 @@ def _find_used_names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_find_used_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# Digests that are equal in every process, so that a retry of a flow finds the calls of an earlier try.
-# An object that is not a plain value is represented by its type: the object's pickle may differ in each process.
+# Digests that are equal in every process, so that a retry of a flow recognizes the calls of its earlier run.
+# An object that is not a plain value is represented by its type and some parts, since its pickle may differ each time.
 
 
 def compute_stable_digest(value: object) -> str:
@@ -436,7 +436,7 @@ def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:
             return repr(value)
         case str() | PurePath():
             name, folder = str(value), f"{tempfile.gettempdir()}{os.sep}"
-            # Below the temporary folder, the first folder has another name at each start.
+            # Below the temporary folder, omit the first folder, which may have another name at each start.
             return repr(name.removeprefix(folder).partition(os.sep)[2] if name.startswith(folder) else name)
         case dict():
             return f"{{{','.join(sorted(format_parts(*item) for item in value.items()))}}}"
@@ -457,7 +457,7 @@ def _get_identifying_parts(value: Any) -> Iterable[object]:
         case MethodType():
             return [value.__self__, value.__func__]
         case FunctionType() | type() if "<locals>" not in value.__qualname__:
-            return []  # the name suffices: the code may be edited before a retry
+            return []  # only the name counts, since the code may be edited before a retry
         case FunctionType():
             return [*_get_closure_values(value), value.__defaults__, value.__kwdefaults__]
         case type():

@@ -1,7 +1,7 @@
 """Read complete, validated messages of bounded size from a socket.
 
-The framing is that of `multiprocessing.connection`: four bytes of length (or -1 and eight bytes), then the message.
-A message is one JSON object of `prefect_tune.core.messages.process_messages`.
+Each message is one JSON object of `prefect_tune.core.messages.process_messages`, after its length in four bytes (or
+-1 in four bytes, then the length in eight bytes), as in `multiprocessing.connection`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MessageReader(Generic[_Message]):
         self._poller.register(connection.fileno(), select.POLLIN)
 
     def read(self, timeout: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if the message is incomplete after `timeout`. Without a timeout, wait for it.
+        """Return the next message; None if it is incomplete after `timeout`. Without a timeout, wait for all of it.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -118,7 +118,7 @@ class SupervisorConnection:
         return self._connection.poll()
 
     def receive(self) -> ToTrial:
-        """Wait for the next message.
+        """Wait for the next message, and return it.
 
         Raises:
             EOFError: the supervisor has exited.

@@ -22,12 +22,12 @@ _LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
 )
-"""The variables by which a launcher passes a process its rank, the number of ranks, and its rank on this machine."""
+"""The variables with which a launcher tells a process its rank, the number of ranks, and its rank on this machine."""
 RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable by which rank 0, as the trial's own process, tells its children that they are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
-# MPI's rank on this machine stays set: a worker that mpirun has started may choose its GPU by it.
+# MPI's local rank stays set, since a worker that mpirun has started may choose its GPU by this number.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -53,9 +53,9 @@ def is_trial_program() -> bool:
 
 
 def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
-    """Mark this process as the trial's own in its environment, and let it start copies of itself only as ranks.
+    """In its environment, mark this process as the trial's own. Let it start copies of itself only as ranks.
 
-    Inherited rank variables are removed: they belong to another training. Before this process starts a copy,
+    Inherited rank variables are removed, since they belong to another training. Before this process starts a copy,
     `become_rank_0` is called with the number of ranks; from then on, this process is rank 0.
     """
     global _become_rank_0, _has_audit_hook  # noqa: PLW0603 - of the trial of this process; one hook per process
@@ -77,7 +77,7 @@ def find_ancestor_trial() -> TrialProcess | None:
 
 def detect_rank() -> RankInfo:
     """Return the rank of this process, from `torch.distributed` or from a launcher's variables."""
-    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module, but no messages
+    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module, but need no messages
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
     rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
@@ -111,8 +111,8 @@ def _read_env_number(variable: str) -> int:
 
 
 # Copies of a trial's program.
-# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again and expect the user's script. In a trial,
-# `sys.argv` is the trial's program. A copy with a rank's variables trains as that rank; any other copy is refused.
+# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again to start the user's script. In a trial, they
+# start a copy of the trial's program. A copy with a rank's variables trains as that rank; any other copy is refused.
 
 _become_rank_0: Callable[[int], None] | None = None
 _has_audit_hook = False
@@ -137,7 +137,7 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _get_main_module_name(), *sys.argv[1:]],  # a search inside a trial has other arguments
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search runs this module with other arguments
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:

@@ -7,8 +7,8 @@ If several processes train a trial together, rank 0 decides, and the other ranks
     rank 1, 2, ...   report of step s ──► its CheckpointPart ──► waits for ◄────┘
 
 So all ranks save, continue and end at the same step, independently of their clocks. Rank 0 waits for the other ranks
-only in the commit of a checkpoint: each rank must add its part before a deadline (`attempt/supervisor.py`).
-Never: a rank that decides by itself whether to save or end; a checkpoint that lacks the part of a rank.
+only for mean metrics and for the commit of a checkpoint, to which each rank must add its part before a deadline
+(`attempt/supervisor.py`). No other rank decides whether to save or end, and no checkpoint lacks a rank's part.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def resolve_local_directory(checkpoint: object) -> Path:
-    """Return the absolute path of a checkpoint's directory, with links resolved: a later `chdir` does not change it.
+    """Return the absolute path of a checkpoint's directory, with links resolved, so that a later `chdir` is harmless.
 
     Raises:
         InvalidInput: `checkpoint` is not a directory on this machine.
@@ -86,9 +86,9 @@ def resolve_local_directory(checkpoint: object) -> Path:
 
 
 def require_files_written(returned: object, directory: Path, step: int) -> None:
-    """Raise if `save_checkpoint` returned the state instead of writing files: that state is not stored, unlike in Ray.
+    """Raise if `save_checkpoint` returned the state instead of writing files. The state would be lost, unlike in Ray.
 
-    An empty directory is allowed, with a warning: the trainable may have no state.
+    An empty directory only causes a warning, since the trainable may have no state.
 
     Raises:
         InvalidInput: `save_checkpoint` returned a mapping, or wrote nothing and returned something else.
@@ -103,7 +103,7 @@ def require_files_written(returned: object, directory: Path, step: int) -> None:
 
 
 def require_no_returned_path(returned: object, directory: Path, step: int) -> None:
-    """Raise if `save_checkpoint` returned a path for `load_checkpoint`: Ray 1 accepted such a path, Ray 2 refuses it.
+    """Raise if `save_checkpoint` returned a path for `load_checkpoint`. Ray 1 accepted such a path; Ray 2 refuses it.
 
     Raises:
         InvalidInput: `returned` is a path other than `directory`; `load_checkpoint` receives `directory`.
@@ -130,7 +130,7 @@ def copy_directory(source: Path, destination: Path) -> Path:
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():
         if path.is_symlink() and not path.is_file():  # a link to a directory may point to a parent of the link
-            raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy its target")
+            raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
         try:
             if path.is_dir():
                 copy_directory(path, destination / path.name)
@@ -156,14 +156,14 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""The trainable must return within this time if only another thread of the process received `StopTraining`."""
+"""The time in which the trainable must return if `StopTraining` was raised only in another thread of the process."""
 
 
 class TrialSession:
     """The state of one attempt in the process of rank 0: its connection to the supervisor, and its reports.
 
     The session decides when to save and end, and sends commands to the other ranks, if there are any.
-    It belongs to the process and the thread that create it. Other threads of the process may report too: each call
+    It belongs to the process and the thread that create it. Other threads of the process may report too, but each call
     completes before the next call begins. A forked child may only read from the session.
     """
 
@@ -215,7 +215,7 @@ class TrialSession:
         return self.start.rank.rank == 0 and self.start.rank.world_size > 1
 
     def become_rank_0(self, world_size: int) -> None:
-        """Become rank 0 of `world_size` ranks: a launcher in this process starts the others.
+        """Become rank 0 of `world_size` ranks, because a launcher in this process is starting the other ranks.
 
         Raises:
             InvalidInput: a step was already reported, and the other ranks would lack that step.
@@ -324,7 +324,7 @@ class TrialSession:
     def _reporting(self, caller: str) -> Iterator[None]:
         """Serialize the calls of all threads: each call completes before the next call begins.
 
-        Raise `StopTraining` again if the trial has ended: a framework may report once more while it leaves its loop.
+        If the trial has ended, raise `StopTraining` again, since a framework may report once more before its loop ends.
         """
         self._require_own_process(caller)
         with self._report_lock:
@@ -380,7 +380,7 @@ class TrialSession:
         return directory
 
     def record_report(self, metrics: Mapping[str, object], *, allow_missing: bool = False) -> StepReport:
-        """Record the report of the next step. With `metrics_from="mean"`, it has the mean metrics of all ranks."""
+        """Record the next step's report. With `metrics_from="mean"`, the report has the mean metrics of all ranks."""
         step = self.step + 1
         where = f"metrics of step {step}"
         stored = to_plain_metrics(metrics, where)
@@ -402,13 +402,13 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step, perhaps a step of an earlier attempt; None if it continues.
+        """Return why the trial ends after its last step, perhaps a step of an earlier attempt; else None.
 
-        The stopper is called only once for each step: its result may already be in the journal.
+        The stopper is called only once for each step, because its first result may already be in the journal.
         """
         if self._stop_reason_step != self.step:
             self._stop_reason = (trial_stop_reason(self._stopper, self._reports) or None) if self._reports else None
-            self._stop_reason_step = self.step  # not reached if the stopper raises: the next call then raises again
+            self._stop_reason_step = self.step  # not reached if the stopper raises, so the next call raises again
         return self._stop_reason
 
     def _find_finish_reason(self) -> AnyReason | None:
@@ -451,8 +451,8 @@ class TrialSession:
     def wait_for_pending_decision(self) -> None:
         """If the restored checkpoint is at a milestone, wait for the decision before the first step.
 
-        In that case, an earlier attempt crashed after this save, before the journal had the milestone. Raise
-        `StopTraining` if the trial ends.
+        In that case, an earlier attempt crashed after it saved this checkpoint, and before the milestone was journaled.
+        Raise `StopTraining` if the trial ends.
         """
         if self._reports and self._milestone is not None and self.step >= self._milestone:
             self._awaits_decision = True
@@ -515,7 +515,7 @@ class TrialSession:
             self.connection.send(message)
 
     def start_training_clock(self) -> None:
-        """Start to measure the training time: the trainable is set up, and the checkpoint is loaded."""
+        """Start to measure the training time, after the trainable was set up and the checkpoint was loaded."""
         self._resumed_at = self._saved_at = self._training_started_at = time.monotonic()
 
     def handle_pending_messages(self) -> None:
@@ -531,7 +531,7 @@ class TrialSession:
 
     @contextmanager
     def _timing_save(self) -> Iterator[None]:
-        """Add the duration of the block to the time in which training is stopped for checkpoints."""
+        """Add the duration of the `with` block to the time in which training is stopped for checkpoints."""
         started_at = time.monotonic()
         try:
             yield
@@ -622,11 +622,11 @@ class WorkerRankSession(TrialSession):
         return super().finish(None)
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return None: rank 0 decides."""
+        """Return None, since rank 0 decides."""
         return None
 
     def wait_for_pending_decision(self) -> None:
-        """Wait for the decision on the restored checkpoint's step, if it is a milestone."""
+        """If the step of the restored checkpoint is a milestone, wait for the decision."""
         if self._reports and self._milestone is not None and self.step >= self._milestone:
             self._execute_rank_0_commands(None)
 
@@ -639,7 +639,7 @@ class WorkerRankSession(TrialSession):
 
         Raises:
             StopTraining: the trial ends.
-            InvalidInput: rank 0 has reported more steps.
+            InvalidInput: rank 0's command is for another step.
         """
         started_at = time.monotonic()
         while True:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 Reuse: TypeAlias = Literal["auto", "never"]
 """How trials share the import of their trainable's module.
 
-- `auto`: one process imports it; trials are forked from that process, if its forks are safe.
-- `never`: each trial's process imports it.
+- `auto`: one process imports the module; trials are forked from that process, if its forks are safe.
+- `never`: each trial's process imports the module.
 
-On systems other than Linux, each trial's process imports it.
+On systems other than Linux, each trial's process imports the module.
 """
 
 
@@ -53,7 +53,7 @@ class Trainable:
         raise NotImplementedError(f"{type(self).__name__}.step: train one step and return its metrics")
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the whole state into the empty directory `checkpoint_dir`; no write may continue after this returns.
+        """Write the whole state into the empty directory `checkpoint_dir`. All writes must be complete on return.
 
         Return nothing: a returned state or path is refused. `load_checkpoint` receives the directory.
         """
@@ -71,7 +71,7 @@ class Trainable:
     def cleanup(self) -> None:
         """Release the resources of `setup`. Called at a regular end of the trial, not if its process is killed.
 
-        If it raises after the trial has finished and the last checkpoint was committed, the error is only logged.
+        If `cleanup` raises after the trial finished and the last checkpoint was committed, the error is only logged.
         """
 
 
@@ -88,7 +88,7 @@ def _describe_async_or_generator(function: object) -> str | None:
 
 
 def require_no_coroutine(returned: object) -> None:
-    """Raise InvalidInput if a function returned a coroutine or a generator: such a function has trained nothing."""
+    """Raise InvalidInput if a function returned a coroutine or a generator, since its call has then trained nothing."""
     if isinstance(returned, Coroutine | Generator | AsyncGenerator):
         if not isinstance(returned, AsyncGenerator):
             returned.close()  # else Python warns that the coroutine was never awaited
@@ -182,7 +182,7 @@ class TrialInfo:
     attempt: int
     """The number of the attempt, from 1; each retry and resume adds one."""
     directory: Path
-    """For the trial's own files (logs, plots): synced to the target as artifacts, and restored on a resume."""
+    """The directory for the trial's own files, such as logs. They are synced as artifacts, and restored on a resume."""
     config: Mapping[str, Any]
     """The trial's configuration."""
     rank: int
@@ -206,13 +206,13 @@ class TrialInfo:
     def new_checkpoint_dir(self) -> Path:
         """Make an empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
 
-        With `commit="async"`, `pt.report` copies any other directory before it returns, but not this directory.
+        `pt.report` does not copy this directory. With `commit="async"`, it copies other directories before it returns.
         """
         return self._session.make_checkpoint_directory()
 
 
 class StopTraining(BaseException):
-    """Ends the user's function when the trial must end. It is a BaseException: `except Exception` does not catch it."""
+    """Ends the user's function when the trial must end. As a BaseException, it is not caught by `except Exception`."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(str(outcome.reason))
@@ -220,11 +220,11 @@ class StopTraining(BaseException):
         """How the attempt ends."""
 
 
-# A thread that the trainable starts does not inherit context variables; it uses `_process_sessions`.
+# A thread that the trainable starts does not inherit context variables, so it uses `_process_sessions`.
 _context_session: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
 _process_sessions: list[TrialSession] = []
 # In a process that serves several trials: threads that earlier trials left running, and threads that ran before the
-# first trial, such as a pool of the trainable's module. Such a pool serves all trials.
+# first trial, such as a pool of the trainable's module, which serves all trials.
 _earlier_trial_threads: WeakSet[threading.Thread] = WeakSet()
 _import_threads: WeakSet[threading.Thread] = WeakSet()
 
@@ -249,7 +249,7 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
     Threads of the trainable may report too: each report is one step, and the reports are handled one after another.
     When the trial ends, each thread receives `StopTraining` at its next report. If only such a thread receives it, the
     trainable must return within 20 seconds. A thread that keeps running cannot report to the next trial of its process.
-    Other processes must return their results to the trial's own process: only that process can report.
+    Other processes must return their results to the trial's own process, since only that process can report.
 
     Raises:
         BadMetric: a value is NaN, infinite, or cannot be stored.
@@ -280,7 +280,7 @@ def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, a
 def save_last_step(save: Callable[[str], None]) -> None:
     """Call `save` to write the state after the last `report_step`, unless that state is already saved.
 
-    Use it after a loop that ends by itself: `report_step` could not know that the step was the last.
+    Use it after a loop that ends by itself, since `report_step` could not know that the step was the last one.
     """
     _require_session("prefect_tune.runtime.trainable.save_last_step").save_last_step(save)
 

@@ -29,7 +29,7 @@ def failure_message(error: BaseException, trial: str) -> TrainingEnded:
     if isinstance(error, BadStop):  # an error of `stop`: the traceback would mislead
         reason = make_reason("raised", text=str(error))
     else:
-        first = error.__traceback__  # skip prefect-tune's frames before the trainable's frames, if there are any
+        first = error.__traceback__  # skip the frames of prefect-tune that come before the trainable's first frame
         while first is not None and first.tb_frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
             first = first.tb_next
         shown = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))

@@ -40,10 +40,10 @@ _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError
 def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error` of a file system's client; `operation` names the operation and its path.
 
-    An unknown error counts as transient: retries are bounded, but an error that wrongly counts as permanent would end
-    the work.
+    An unknown error counts as transient, because retries are bounded, but an error that wrongly counts as permanent
+    would end the work.
     """
-    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs, for a truncated body
+    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # s3fs: EINVAL for a truncated body
         return posix_store_error(error, operation)
     message = str(error).partition("\n")[0] or type(error).__name__
     return (StoreRefused if isinstance(error, _PERMANENT_ERRORS) else StoreUnavailable)(f"{operation}: {message}")
@@ -61,11 +61,11 @@ class ArrowStore(ParallelStore):
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
     `create` checks, writes and reads back. This is not atomic between processes, so only one process may write.
-    On a file system that is not an object storage, a write goes to a hidden name first and is then moved: a failed
-    write leaves no partial object. Every write checks the size on the target afterwards.
+    On a file system that is not an object storage, an object is first written to a hidden name and then moved, so that
+    a failed write leaves no partial object. Every write checks the size on the target afterwards.
 
-    A missing root is an error; with `create_root`, only a missing bucket is. A missing folder then counts as empty, and
-    the first write creates it. The deadline is checked between calls; only an outer `SubprocessStore` ends a hung call.
+    A missing root is an error. With `create_root`, this applies only to a missing bucket; a missing folder is empty,
+    and the first write creates it. The deadline is checked between calls; only a `SubprocessStore` ends a hung call.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ArrowStore(ParallelStore):
         self._is_object_storage = filesystem.type_name in _OBJECT_STORAGE_TYPES
         self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_removed_stale_files = False
-        # fsspec's own delete reads "?" and "*" in a name as a pattern, and trusts its cached listings.
+        # For `rm_file`. Pyarrow would call `rm`, which takes "?" and "*" for patterns, and trusts old listings.
         handler = getattr(filesystem, "handler", None)
         self._fsspec = getattr(handler, "fs", None)
 
@@ -272,15 +272,15 @@ class ArrowStore(ParallelStore):
                 self._remove_file(full_path)
 
     def _stage_object(self, pieces: Iterable[Buffer], operation: str) -> tuple[str, int] | None:
-        """Write `pieces` to a hidden path; return the path and the size. On an object storage, only return None."""
+        """Write `pieces` to a hidden path; return the path and the size. On an object storage, do nothing."""
         if self._is_object_storage:
             return None
         with self._converting_errors(operation):
             hidden_path = self._make_hidden_path()
             size_bytes = self._write_object(hidden_path, pieces)
-            if not self._has_removed_stale_files:  # files of killed writers, a day old by the target's own clock
+            if not self._has_removed_stale_files:  # once, remove files of killed writers that are a day old
                 self._has_removed_stale_files = True
-                now = self._filesystem.get_file_info(hidden_path).mtime
+                now = self._filesystem.get_file_info(hidden_path).mtime  # by the target's own clock
                 for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):
                     if now and info.mtime and now - info.mtime > _MAX_TEMPFILE_AGE:
                         self._remove_file(info.path)
@@ -295,7 +295,7 @@ class ArrowStore(ParallelStore):
             hidden_path, size_bytes = staged
             self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
             if self._object_size(full_path) is not None:
-                self._remove_file(full_path)  # on some file systems a move does not replace
+                self._remove_file(full_path)  # on some file systems, a move cannot replace it
             if self._fsspec is not None:
                 self._fsspec.mv(hidden_path, full_path)  # pyarrow's adapter adds an option that sftp does not know
             else:
@@ -328,7 +328,7 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
 
 
 class _MemoryHandler(arrow.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Opens a new file for each reader: fsspec's memory file system shares one file position among all threads."""
+    """Opens a new file for each reader; in fsspec's memory file system, all threads share one file position."""
 
     def open_input_file(self, path: str) -> PythonFile:
         if not self.fs.isfile(path):

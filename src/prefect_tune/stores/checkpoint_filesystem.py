@@ -24,7 +24,7 @@ _BUFFER_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 25
 
 
 def make_checkpoint_filesystem(folder: TargetFolder) -> arrow.FileSystem:
-    """Return a read-only file system that shows the files of the checkpoint at `folder` below `folder.path`.
+    """Return a read-only file system in which the files of the checkpoint at `folder` are below `folder.path`.
 
     Bytes are read and verified on demand. The file system can be pickled.
     """
@@ -141,7 +141,7 @@ class _VerifiedFile(io.RawIOBase):
             return 0
         start, cached = self._cache_start, self._cache
         if not start <= self._position < start + len(cached):
-            is_small = len(buffer) <= _BUFFER_BYTES  # the next chunk may never be needed
+            is_small = len(buffer) <= _BUFFER_BYTES  # read one chunk: the next may never be needed
             start, cached = self._read_chunks(1 if is_small else min(len(buffer), _MAX_READ_BYTES))
         data = memoryview(cached)[self._position - start :][: len(buffer)]
         buffer[: len(data)] = data

@@ -43,7 +43,7 @@ class StoreOpener(Protocol):
 
 
 def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> CheckpointLocation:
-    """Return the location of `path` on `filesystem`; by default, `path` is local or a URI. Makes no request.
+    """Return the location of `path` on `filesystem`; without `filesystem`, it is local or a URI. Makes no request.
 
     Raises:
         InvalidInput: `path` is not valid, or has a scheme although `filesystem` is given.
@@ -86,9 +86,9 @@ def _locate_on_target(location: Location) -> TargetFolder:
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder: the path from a checkpoint's experiment on, or the last name.
+    """Split `path` into a target's root and a folder. The folder starts at a checkpoint's experiment or the last name.
 
-    So a missing directory and a missing target raise different errors.
+    With this split, a missing directory and a missing target raise different errors.
     """
     if match := _CHECKPOINT_PATH.fullmatch(path):
         return match["root"] or "", match["folder"]
@@ -275,7 +275,7 @@ class TargetFolder:
         return CheckpointKey(trial=trial, step=int(match["step"]), sequence=int(match["sequence"]))
 
     def _metadata_folder(self, manifest: Manifest | None) -> str:
-        """Return the folder with the versions of the metadata; a plain directory has a hidden subfolder for them."""
+        """Return the folder with the versions of the metadata; in a plain directory, this is a hidden subfolder."""
         key = self._parse_checkpoint_key() if manifest else None
         return key.metadata_folder if key else f"{self.folder}/.metadata".lstrip("/")
 

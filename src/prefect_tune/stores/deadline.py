@@ -46,8 +46,8 @@ class Deadline:
         return DeadlineExceeded(f"{operation}: not done within {self.timeout.total_seconds():g} s; the work was ended")
 
 
-# A named lock among the threads of this process, for creates on a target without conditional create.
-# It does not lock out other processes: such a target supports one writer process only.
+# A named lock that the threads of this process share; used for creates on a target without conditional create.
+# It need not lock out other processes, because such a target supports only one writer process.
 
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _locks_guard = threading.Lock()

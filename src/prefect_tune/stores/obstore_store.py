@@ -1,15 +1,15 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
 The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
-the same CPU time. A read needs a quarter less: the thread that collects the reply frees it, so its memory is reused. A
-blocking call cannot be interrupted from outside: only the client's timeout ends the call and its connection. So the
-store has clients with different timeouts. A request uses the longest timeout that ends before the deadline.
+the same CPU time, and a read needs a quarter less, because the thread that collects a reply also frees the reply, so
+that its memory is reused. A blocking call cannot be interrupted; only the client's timeout ends the call and its
+connection. So the store has several clients, and a request uses the longest timeout that ends before the deadline.
 
-Large ranges use the same client. A separate reader (signed URLs, reused buffers) took twice the time. Per restored GiB
-it saved 0.25 of 2.0 CPU seconds without TLS, and none with TLS (obstore 0.12.1).
+Large ranges are read with the same clients. In a measurement with obstore 0.12.1, a separate reader (signed URLs,
+reused buffers) took twice the time. Of 2.0 CPU seconds per GiB, that reader saved 0.25 without TLS, and none with TLS.
 
-The client's own retries are off, because they ignore the deadline and the unknown outcome of a create. This module
-retries instead.
+The clients' own retries are off, because they ignore the deadline, and hide that the outcome of a create is unknown.
+This module retries instead.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
 
 # Error codes of object storages that say more than the HTTP status. For any other code, only the status counts.
 #
-# There are three groups: temporary codes with the status of a permanent error, permanent codes with the temporary
-# status 409 or 412, and common refusals, each with the next step. A code is temporary if the vendor says that the
-# request may be repeated, if the request was cut, altered or stalled on the way, or if the server is full: space
-# becomes free later, also by retention. Sources: the lists of error codes of S3, Azure, Google Cloud Storage, R2 and
-# MinIO, and botocore's list of retried errors, as of 2026.
+# There are three groups: temporary errors with the status of a permanent error, permanent errors with status 409 or
+# 412 (which usually mean a conflict), and common refusals with their next steps. An error is temporary if the vendor
+# says that the request may be repeated, if the request was cut, altered or stalled on the way, or if the server is
+# full, since space can become free, for example by retention. Sources: the lists of error codes of S3, Azure, Google
+# Cloud Storage, R2 and MinIO, and botocore's list of retried errors, as of 2026.
 
 
 class ErrorMeaning(Enum):
@@ -100,7 +100,7 @@ unknown: the server's disk or quota is full: make room there
     XMinioStorageFull
 refused: an object or folder of another kind has this name: use another prefix or container
     InvalidBlobType BlobOperationNotSupported ResourceTypeMismatch
-refused: a retention policy, a legal hold, a lease or a snapshot forbids it: lift it, or use another bucket
+refused: a retention policy, a legal hold, a lease or a snapshot forbids this: remove it, or use another bucket
     BlobImmutableDueToLegalHold BlobImmutableDueToPolicy LeaseIdMissing SnapshotsPresent ObjectUnderActiveHold
     RetentionPolicyNotMet ObjectLockedByBucketPolicy
 refused: the object is archived: restore it there, and use a storage class without archiving
@@ -145,7 +145,7 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 
 
 def _parse_error_codes() -> Iterator[ErrorCode]:
-    """Yield each code. A line `meaning: advice` applies to the codes in the indented lines that follow the line."""
+    """Yield each code of the text. A line `meaning: advice` applies to the codes in the indented lines below it."""
     meaning, advice = ErrorMeaning.REFUSED, ""
     for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
@@ -160,14 +160,14 @@ ERROR_CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row i
 
 # Classify a failed request: which error to raise, and whether to retry.
 
-# The client gives status and kind only in its error text, which ends with a dump of the error's fields.
+# The client's exceptions have no fields for status and kind, so both are parsed from the text of an exception.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-# XML of S3, Google and Azure; one entry of a batch delete; JSON of Google; JSON of OAuth.
+# The formats in this order: XML of S3, Google and Azure; one entry of a batch delete; JSON of Google; JSON of OAuth.
 _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
-_CLIENT_REJECTION = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client refuses before it sends a request
+_CLIENT_REJECTION = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client sent no request
 _INSTANCE_METADATA = re.compile(
     r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)|/latest/api/token|/computeMetadata/"
 )
@@ -226,7 +226,7 @@ class RequestFailure:
 
     @property
     def is_transient(self) -> bool:
-        """Whether to retry: the same request may succeed soon."""
+        """Whether the same request may succeed soon, so that it is retried."""
         return self.meaning in (ErrorMeaning.TRANSIENT, ErrorMeaning.UNKNOWN)
 
     @property
@@ -241,7 +241,7 @@ class RequestFailure:
 
     @property
     def reports_missing_object(self) -> bool:
-        """Whether the answer to a batch request says that one of its objects does not exist."""
+        """Whether the reply to a batch request says that an object of the batch does not exist."""
         return self.meaning is ErrorMeaning.NOT_FOUND and self.status in (None, 200)
 
     def store_error(self, operation: str) -> TuneError:
@@ -268,14 +268,14 @@ _Failures: TypeAlias = list[RequestFailure]
 _REQUEST_PAUSES_SECONDS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _MAX_SMALL_BYTES: Final = 1 << 20
 _PAGE_SIZE: Final = 1000  # S3's limit for one list or delete request
-_PART_BYTES: Final = 8 << 20  # S3 accepts 10,000 parts of at least 5 MiB
+_PART_BYTES: Final = 8 << 20  # S3 accepts at most 10,000 parts, each of at least 5 MiB
 _MAX_CONCURRENT_PARTS: Final = 2
 _TIMEOUT_RATIO: Final = 0.8
 _MIN_REQUEST_SECONDS: Final = 0.02
 
 
 def make_client(constructor: Callable[..., Client], timeout: timedelta, options: Mapping[str, Any]) -> Client:
-    """Return a client without retries that ends every request in `timeout`; raise `ValueError` for bad settings."""
+    """Return a client without retries that ends every request within `timeout`; raise `ValueError` for bad settings."""
     timeouts = {"timeout": timeout, "connect_timeout": min(timeout, timedelta(seconds=10))}
     try:
         retries = {"max_retries": 0, "retry_timeout": timeout}
@@ -287,9 +287,9 @@ def make_client(constructor: Callable[..., Client], timeout: timedelta, options:
 class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
-    `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. A
-    request ends within `request_timeout`; for up to 1 MiB, within a quarter of it. So a lost request is retried before
-    the deadline: at most eight tries, with growing pauses. Every method and its connection end at the deadline.
+    `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. The
+    time limit of a request is `request_timeout`, and a quarter of that if it transfers at most 1 MiB. So a lost request
+    is retried before the deadline, up to seven times, with growing pauses. Each method has ended by the deadline.
     """
 
     def __init__(
@@ -337,9 +337,9 @@ class ObstoreStore(ParallelStore):
         self._request(f"copy {source}", copy_object, transfer_bytes=None)
 
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """Several pieces become the parts of one upload; a retry sends all parts again.
+        """Upload several pieces in parts, which appear as one object at the end; a retry sends all parts again.
 
-        After a failed upload the client removes the parts, unless its process was killed.
+        If the upload fails, the client removes the parts that were sent, unless this process is killed before.
         """
         if len(list(islice(pieces, 2))) < 2:
             self.put(path, b"".join(pieces))
@@ -347,7 +347,7 @@ class ObstoreStore(ParallelStore):
         checked = validate_path(path)
         limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
-        def check_remaining_time() -> None:  # for three requests: send a part, join the parts, remove the parts
+        def check_remaining_time() -> None:  # enough for three requests: send a part, join the parts, remove them
             if self._deadline.remaining_seconds < 3 * limit_seconds:
                 raise self._deadline.exceeded_error(f"write {path}")
 
@@ -391,7 +391,7 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # a reply to HEAD has no error code; a reply to a listing has one
+                    _list_page(client, count=1)  # fails with an error code, which a reply to HEAD does not have
                 raise
 
         try:
@@ -415,7 +415,7 @@ class ObstoreStore(ParallelStore):
             batch = checked[start : start + _PAGE_SIZE]
             try:
                 self._delete_batch(batch)
-            except ObjectNotFound:  # clouds without batch requests stop at the first missing object
+            except ObjectNotFound:  # a cloud without batch requests stopped at the first missing object
                 for path in batch:
                     with suppress(ObjectNotFound):  # deleted already
                         self._delete_batch([path])
@@ -433,7 +433,7 @@ class ObstoreStore(ParallelStore):
         limit_seconds: float | None = None,
         failures: _Failures | None = None,
     ) -> _T:
-        """Call `request` with a client, and retry transient failures; append every failure to `failures`."""
+        """Call `request` with a client, and retry transient failures; append each failure to `failures`, if given."""
         if limit_seconds is None:
             is_small = transfer_bytes is not None and transfer_bytes <= _MAX_SMALL_BYTES
             limit_seconds = self._request_limit_seconds / 4 if is_small else self._request_limit_seconds
@@ -462,7 +462,7 @@ class ObstoreStore(ParallelStore):
         raise failures[-1].store_error(f"{operation}, {len(failures)} times")
 
     def _not_found_error(self, operation: str, failure: RequestFailure) -> TuneError:
-        """Return the error for status 404. The object is missing only if the bucket exists: check the bucket once."""
+        """Return the error for status 404; if it is not known yet whether the bucket exists, check that first."""
         if failure.meaning is ErrorMeaning.NO_BUCKET:
             return failure.store_error(operation)
         if not self._bucket_exists:
@@ -476,7 +476,7 @@ def _list_page(client: Client, *, folder: str = "", after: str = "", count: int 
 
 
 class _ClientsByTimeout:
-    """Clients with decreasing timeouts, each 20 % shorter than the previous one; created on first use."""
+    """Clients with decreasing timeouts, each 20 % shorter than the previous timeout; created on first use."""
 
     def __init__(self, connect: Callable[[timedelta], Client], max_seconds: float) -> None:
         self._connect = connect

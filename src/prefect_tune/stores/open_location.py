@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 
-# A local folder as a target that is only read. It needs no block, and thus no import of Prefect, which takes a second.
+# A local folder as a target that is only read. It is opened without a block, so Prefect's import (a second) is saved.
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 """A reference to a saved block: 'block-type/name'."""
@@ -55,12 +55,12 @@ def find_local_folder(target: str) -> LocalFolder | None:
     try:
         path = Path(os.path.normpath(Path.cwd() / Path(target).expanduser()))
         return LocalFolder(path) if path.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # resolving it as a block reports the error
+    except (OSError, RuntimeError, ValueError):  # reported when `target` is resolved to a block
         return None
 
 
 class Client(Enum):
-    """The client for a scheme."""
+    """What opens the URIs of a scheme."""
 
     FILES = "the operating system"
     S3 = "obstore, S3"
@@ -83,7 +83,7 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or only this process has them."""
+"""Kinds of pyarrow file systems that need no child process: calls do not hang, or the files are in this process."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -162,7 +162,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> Location:
         raise InvalidInput(f"{name}://…: not a valid URI: {error}") from error
     if parts.password or (parts.username and client in _URI_OPTIONS):
         raise InvalidInput(
-            f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI: use a block or the environment"
+            f"{name}://…@{parts.hostname}{parts.path}: expected no credentials in a URI; use a block or the environment"
         )
     if client is Client.FILES:
         return _parse_file_uri(parts)
@@ -176,7 +176,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> Location:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := options.keys() - _URI_OPTIONS.get(client, frozenset()):
         supported = ", ".join(sorted(_URI_OPTIONS.get(client, ()))) or "none"
-        raise InvalidInput(f"{name}://{container}{parts.path}: unknown option {min(unknown)!r}; known are {supported}")
+        raise InvalidInput(f"{name}://{container}{parts.path}: unknown option {min(unknown)!r}; known: {supported}")
     return Location(client, name, container, unquote(parts.path).strip("/"), account, options)
 
 
@@ -195,14 +195,14 @@ def _parse_other_uri(uri: str, scheme: str) -> Location:
     if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
         schemes = ", ".join(sorted(_CLIENTS))
         bare_uri = uri.partition("?")[0]  # the query may have a token
-        raise InvalidInput(f"{bare_uri!r}: unknown scheme {scheme!r}; known: {schemes}, and fsspec's and pyarrow's")
+        raise InvalidInput(f"{bare_uri!r}: unknown scheme {scheme!r}; known: {schemes}, those of fsspec and pyarrow")
     host, _, path = uri.partition("://")[2].partition("/")
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
 
 
 @contextmanager
 def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
-    """Open the store with the root `location`. All its operations together must end within `timeout`.
+    """Open the store with the root `location`. All operations of the store together must end within `timeout`.
 
     Raises:
         InvalidInput: the client does not accept these settings, or is not installed.
@@ -233,7 +233,7 @@ def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectS
 def open_arrow(factory: Callable[[], FileSystem], root: str, kind: str, *, timeout: timedelta) -> Iterator[ObjectStore]:
     """Open the folder `root` of a pyarrow file system; `kind` is its scheme or its pyarrow type name.
 
-    A file system whose calls may hang runs in a child process that is killed at the timeout.
+    A file system whose calls may hang is used in a child process, which is killed after `timeout`.
     """
     deadline = Deadline.after(timeout)
     if kind.removeprefix("py::fsspec+") in _IN_PROCESS_KINDS:
@@ -252,7 +252,7 @@ def _make_arrow_store(factory: Callable[[], FileSystem], root: str, deadline: De
 
 
 def open_fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
-    """Return `open_fsspec(…)`; import fsspec's client only in the child process that calls this function."""
+    """Return `open_fsspec(…)`. Its import is here, so that only the child process that calls this loads the client."""
     from prefect_tune.stores.arrow_store import open_fsspec
 
     return open_fsspec(scheme, root, options)
@@ -304,7 +304,7 @@ def _parse_flag(text: str) -> bool:
 
 
 def _resolve_s3_access(location: Location) -> S3Access:
-    """Return credentials and region. The region of the URI takes precedence over the environment and a profile."""
+    """Return credentials and region. A region in the URI takes precedence over the environment's and the profile's."""
     access = find_ambient_access(os.environ, anonymous=location.is_anonymous)
     return replace(access, region=location.options.get("region") or access.region)
 
@@ -367,13 +367,13 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
 
 
 def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
-    """Return the environment's region, and a profile's credentials unless the environment names other credentials.
+    """Return the region, and the credentials of an AWS profile unless the environment names other credentials.
 
-    The client itself finds all other credentials (variables, web identity, container, instance).
+    The region is the environment's, else the profile's. The client itself finds all credentials except a profile's.
 
     Args:
-        environment: this process's environment, since boto3 reads the profile with no other environment.
-        anonymous: requests are unsigned, so no profile is read.
+        environment: must be `os.environ` or equal to it, since boto3 itself reads `os.environ` to find the profile.
+        anonymous: whether requests are unsigned; then no profile is read.
 
     Raises:
         StoreRefused: the profile does not exist or cannot be read.
@@ -397,7 +397,7 @@ def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = Fal
 
 
 def make_key_provider(session: Any) -> Callable[[], S3Keys]:
-    """Return a provider of the credentials of a boto3 session; boto3 renews them (profiles, SSO, roles)."""
+    """Return a provider for the session's credentials, which boto3 renews when they expire (profiles, SSO, roles)."""
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:

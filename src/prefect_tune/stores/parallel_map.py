@@ -1,4 +1,4 @@
-"""A `map` with several concurrent calls, in threads: the `ObjectStore.map` of stores with latency."""
+"""A `map` that makes several calls at once, in threads; the `ObjectStore.map` of stores whose calls wait for I/O."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parallel_map(function: Callable[[_In], _Out], items: Iterable[_In], *, worke
 
 
 def _submit_or_call(pool: ThreadPoolExecutor, function: Callable[[_In], _Out], item: _In) -> Future[_Out]:
-    """Submit a call to the pool; if no thread can start (e.g. after the main thread's end), call in this thread."""
+    """Submit a call to the pool; if no thread can start (e.g. after the main thread's end), call it in this thread."""
     try:
         return pool.submit(function, item)
     except RuntimeError:

@@ -1,11 +1,11 @@
 """An object store in files, on a local disk, NFS, or any other mounted file system.
 
-A writer syncs a hidden file, and then hard-links it to the object's name. So a write is atomic among the writers on all
-machines that mount the directory, and the object is complete after a power cut. The file keeps two links until the
-object's name is synced. A reader of a file with two links syncs the folder before it uses the object.
+A writer writes and syncs a hidden file, and then hard-links the file to the object's name. So a write is atomic among
+the writers on all machines that mount the directory, and after a power cut an object is complete or absent. The hidden
+name is removed once the object's name is synced. A reader that still finds two links syncs the folder itself.
 
-Never: follow a symbolic link below the root; put a name into a folder before the folder's own name is synced; let
-a create replace a file.
+A store never follows a symbolic link below the root, never puts a name into a folder before the folder's own name is
+synced, and never replaces a file by a create.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KEY_ERROR_NAMES = ("EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY")  # L
 _REFUSAL_REASONS: Mapping[int, str] = MappingProxyType(
     {
         errno.EACCES: "this user has no permission",
-        errno.EPERM: "this user has no permission, or the file system forbids it for all users",
+        errno.EPERM: "this user has no permission, or the file system forbids this for all users",
         errno.EROFS: "the file system is mounted read-only",
         **{getattr(errno, name): _EXPIRED_KEY_MESSAGE for name in _KEY_ERROR_NAMES if hasattr(errno, name)},
         errno.EEXIST: "the name exists, and is not a plain file",
@@ -74,7 +74,7 @@ _TRANSIENT_REASONS: Mapping[int, str] = MappingProxyType(
 )
 
 _NO_LINK_ERRNOS = (_DISK_FULL_ERRNOS | UNSUPPORTED_ERRNOS | _REFUSAL_REASONS.keys() | {errno.ENOENT}) - {errno.EEXIST}
-"""Error numbers that prove that a link was not made."""
+"""Error numbers of `link` that prove that no link was made."""
 
 
 def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUnavailable:
@@ -94,7 +94,7 @@ def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUna
 
 _NO_FOLDER_SYNC_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: its fsync() stops at the drive's cache
+_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync() does not flush the drive's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class FileStatus:
 class FileSystemCalls:
     """One method per system call. A name is one path component below an open folder.
 
-    Only `open_root` follows symbolic links. Every method raises the system's `OSError`.
+    Only `open_root` follows symbolic links. A failed call raises the system's `OSError`.
     """
 
     def open_root(self, path: str) -> int:
@@ -134,7 +134,7 @@ class FileSystemCalls:
         return os.open(name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
 
     def open_file(self, name: str, folder: int) -> int:
-        # O_NONBLOCK: opening a named pipe must not block forever.
+        # With O_NONBLOCK, opening a named pipe does not block forever.
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
 
     def create_file(self, name: str, folder: int) -> int:
@@ -162,7 +162,7 @@ class FileSystemCalls:
         try:
             os.fsync(folder)
         except OSError as error:
-            # Some network and FUSE file systems have nothing to sync in a folder, and return these errors.
+            # These errors are ignored, since some network and FUSE file systems cannot sync a folder and return them.
             if error.errno not in _NO_FOLDER_SYNC_ERRNOS:
                 raise
 
@@ -205,7 +205,7 @@ def _to_file_status(status: os.stat_result) -> FileStatus:
 # The store.
 
 _MAX_TEMPFILE_AGE = timedelta(days=1)
-_MAX_WRITE_BYTES = 16 << 20  # of one write; the deadline is checked before each write
+_MAX_WRITE_BYTES = 16 << 20  # of one system call, since the deadline is checked between calls
 _MAX_READ_BYTES = 64 << 20
 _MAX_PUBLISHES = 100  # tries to publish one file while deletes prune its folder
 
@@ -220,10 +220,10 @@ class _TempFile:
 
 
 class PosixStore(ParallelStore):
-    """Objects as files below `root`, which must exist (`make_root`).
+    """Objects as files below `root`, which must exist; `make_root` creates it.
 
-    A later writer removes the hidden files of killed writers after a day. The deadline is checked between system
-    calls. Only a `SubprocessStore` around this store can end a system call that hangs (a dead NFS server).
+    The hidden files of a killed writer are removed by a later writer, after a day. The deadline is checked between
+    system calls. Only a `SubprocessStore` around this store can end a system call that hangs (a dead NFS server).
     """
 
     def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
@@ -301,7 +301,7 @@ class PosixStore(ParallelStore):
                             self._deadline.check(f"delete of {name!r}")
                             with suppress(FileNotFoundError, IsADirectoryError):
                                 self._calls.unlink(name, fd)
-                        self._calls.fsync_folder(fd)  # a manifest must not reappear without its blobs
+                        self._calls.fsync_folder(fd)  # after a power cut, no manifest may reappear without its blobs
                 self._prune_empty_folders(root, folder)
 
     # Names and folders.
@@ -367,9 +367,9 @@ class PosixStore(ParallelStore):
         return fd
 
     def _fsync_name_if_empty(self, folder: int, parent: int) -> None:
-        """Sync the name of `folder` if the folder is empty: its creator may have died before it synced the name.
+        """Sync the name of `folder` if the folder is empty, since its creator may have died before that sync.
 
-        A folder with entries needs no sync: its name and its parents' names were synced before the first entry.
+        A folder with entries needs no sync, since its name and its parents' names were synced before the first entry.
         """
         if folder != parent and self._calls.is_empty_folder(folder):
             self._calls.fsync_folder(parent)
@@ -381,7 +381,7 @@ class PosixStore(ParallelStore):
             return None
 
     def _fsync_folder_if_linked_twice(self, folder: int, status: FileStatus) -> None:
-        """Sync the folder of an object with two links (the name must survive a power cut); reject a symbolic link."""
+        """If an object has two links, sync its folder, so that the name survives a power cut; reject symbolic links."""
         if status.is_symlink:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if status.link_count > 1:
@@ -433,7 +433,7 @@ class PosixStore(ParallelStore):
 
     @contextmanager
     def _temp_file(self, root: int, fill: Callable[[int], None]) -> Iterator[_TempFile]:
-        """Yield a hidden, synced file that `fill` has written. At the end or after an error, remove the hidden name."""
+        """Yield a hidden, synced file that `fill` has written; at the end, remove its hidden name."""
         with ExitStack() as stack:
             try:
                 folder = self._close_on_exit(stack, self._calls.open_folder(TEMPORARY_FOLDER, root))
@@ -450,7 +450,7 @@ class PosixStore(ParallelStore):
                 self._remove_stale_files(folder, status.modified_ns)
                 yield _TempFile(name, folder, status)
             except BaseException:
-                # If the file was published, keep the second link: it makes the next reader sync.
+                # If the file was published, keep its hidden name, so that the next reader finds two links, and syncs.
                 with suppress(OSError):
                     if self._calls.fstat(file).link_count <= 1:
                         self._calls.unlink(name, folder)
@@ -474,7 +474,7 @@ class PosixStore(ParallelStore):
             offset += count
 
     def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
-        """Open `folder` and call `publish` with it; open and call again if a delete pruned the folder in between."""
+        """Open `folder` and call `publish` with it; repeat both if a delete pruned the folder in between."""
         for _ in range(_MAX_PUBLISHES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
@@ -492,7 +492,7 @@ class PosixStore(ParallelStore):
 
         Raises:
             AlreadyExists: another file has this name.
-            CommitUnknown: the link may exist, or it exists and its folder cannot be synced.
+            CommitUnknown: it is unknown whether the link exists; or the link exists, but its folder cannot be synced.
         """
         try:
             self._link_file(temp, name, folder)
@@ -516,7 +516,7 @@ class PosixStore(ParallelStore):
             raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
     def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:
-        """Publish `temp` as `name`; replace an existing file only if its size differs, which means damage."""
+        """Publish `temp` as `name`; replace an existing file only if another size shows that the file is damaged."""
         try:
             self._link_file(temp, name, folder)
         except FileExistsError:
@@ -545,7 +545,7 @@ class PosixStore(ParallelStore):
 
     def _replace_by_rename(self, temp: _TempFile, folder: int, name: str) -> None:
         second_name = f"{temp.name}-again"
-        self._link_file(temp, second_name, temp.folder)  # two links until the folder is synced
+        self._link_file(temp, second_name, temp.folder)  # for two links until the folder is synced
         try:
             self._calls.rename(second_name, temp.folder, name, folder)
         except BaseException:
@@ -574,22 +574,22 @@ class PosixStore(ParallelStore):
     def _remove_stale_files(self, folder: int, now_ns: int) -> None:
         """Remove hidden files older than a day, once per store; `now_ns` is the time of the file system's clock.
 
-        If the writer of such a file is still alive, its link fails, and it publishes nothing.
+        If the writer of such a file is still alive, its link then fails, so that nothing is published.
         """
         if self._has_removed_stale_files:
             return
         self._has_removed_stale_files = True
         for name in self._calls.listdir(folder):
-            with suppress(OSError):  # another writer removed it first, or it belongs to another user
+            with suppress(OSError):  # another writer removed the file first, or another user owns it
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.link_count > 1:  # published, perhaps not synced: without this link, readers do not sync
+                    if status.link_count > 1:  # published, perhaps unsynced; after the unlink, no reader would sync it
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 
 
 def make_root(root: Path) -> None:
-    """Create and sync the root directory of a store and its missing parents; do nothing if it exists.
+    """Create the root directory of a store and its missing parents, and sync them; do nothing if the root exists.
 
     Raises:
         StoreRefused: no permission, or `root` is not a directory.
@@ -635,5 +635,5 @@ def remove_tree(directory: str | Path) -> None:
     """Remove a directory and everything that a trainable created in it; ignore files that cannot be removed."""
     try:
         shutil.rmtree(directory, ignore_errors=True)
-    except RecursionError:  # for each level, Python recurses and keeps a descriptor open
+    except RecursionError:  # `rmtree` calls itself for each level of folders; `rm` does not
         subprocess.run(["rm", "-rf", "--", str(directory)], stderr=subprocess.DEVNULL, check=False)

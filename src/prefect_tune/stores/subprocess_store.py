@@ -1,6 +1,6 @@
-"""A store in child processes that are killed at the deadline: no other timeout ends a blocking C call.
+"""A store in child processes that are killed at the deadline, because nothing else ends a blocking C call.
 
-A timer kills the child that serves a call. Therefore sending and receiving may block: the child's exit ends both.
+At the deadline, a timer kills the child that serves a call. The child's exit also ends a blocked send or receive.
 The child is `python -m prefect_tune.stores.subprocess_store`. It opens one store and serves one operation at a time.
 """
 
@@ -36,10 +36,10 @@ _ORPHAN_EXIT_CODE = 75
 class SubprocessStore(ParallelStore):
     """Passes every operation to a store in a child process, which is killed at the deadline.
 
-    `factory` makes the store; it is pickled, and called in the child. Children start on demand, at most `max_children`,
-    each in its own session and without Prefect. If no child is free, a caller waits until its deadline. A child also
-    exits when this process exits, even by SIGKILL. Do not use it for a store that keeps its objects in memory
-    (`memory://`): a child's exit would lose the objects. Call `close`, or use `with`: both kill all children.
+    `factory` is pickled; the child calls it to make the store. Children start on demand, at most `max_children`, each
+    in its own session and without Prefect. If no child is free, a caller waits until the deadline. A child also exits
+    when this process exits, even by SIGKILL. Do not use this class for a store that keeps its objects in memory
+    (`memory://`), because a child's exit would lose the objects. Call `close`, or use `with`; both kill all children.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SubprocessStore(ParallelStore):
         self.close()
 
     def close(self) -> None:
-        """Kill the children. A running operation raises `StoreUnavailable` (`create`: `CommitUnknown`)."""
+        """Kill the children. A running `create` then raises `CommitUnknown`, any other call `StoreUnavailable`."""
         with self._guard:
             self._is_closed = True
             children, self._children, self._idle_children = self._children, [], []
@@ -76,7 +76,7 @@ class SubprocessStore(ParallelStore):
         """Raise `CommitUnknown` if the child dies or does not answer in time."""
         operation = f"create of {validate_path(path)!r}"
         with self._lease_child(operation) as child:
-            # A lock in a child would not lock out the other children.
+            # This process holds the lock, since a lock in one child would not lock out the other children.
             lock = named_lock(f"{self._factory} {path}", operation, self._deadline)
             with nullcontext() if child.has_conditional_create else lock:
                 try:
@@ -177,12 +177,12 @@ class _ChildProcess:
         pieces: Iterable[Buffer] | None = None,
         **options: object,
     ) -> Any:
-        """Return the child's answer, or raise the store's error.
+        """Call `method` of the child's store; return its result, or raise its error.
 
         Each piece is sent as one message; an empty message follows the last piece.
 
         Raises:
-            DeadlineExceeded: no answer in time; the child was killed.
+            DeadlineExceeded: no reply in time; the child was killed.
             StoreUnavailable: the child died.
             RuntimeError: the store raised an error that is not a store error.
         """
@@ -206,7 +206,7 @@ class _ChildProcess:
             self._deadline.check(operation)
             message = f"{operation}: its child process died ({exit_text}); the operation may have been done"
             raise StoreUnavailable(message) from error
-        except BaseException:  # e.g. a signal: the next caller must not get this call's answer
+        except BaseException:  # e.g. by a signal: the next caller must not get this call's reply
             self.kill()
             raise
         finally:
@@ -220,14 +220,14 @@ class _ChildProcess:
     def kill(self) -> str:
         """Kill the process and its process group; return its exit code as text.
 
-        The connection stays open: a thread in `call` must not read from another file that reuses the descriptor.
+        The connection stays open, so that a thread in `call` cannot read from another file with the same descriptor.
         """
         with self._guard:
             if self.is_alive:
                 self.is_alive = False
                 with suppress(ProcessLookupError, PermissionError):  # it has exited (PermissionError on macOS)
                     os.killpg(self._process.pid, signal.SIGKILL)
-        # A process in an uninterruptible system call ends only when that call returns.
+        # Wait with a timeout, since a process in an uninterruptible system call ends only when that call returns.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_TIMEOUT_SECONDS)
         return f"exit code {self._process.returncode}"
@@ -237,7 +237,7 @@ class _ChildProcess:
 
 
 def _exit_with_parent(channel: int) -> None:
-    """Exit at once when the parent's end of the channel closes: an orphan must not continue to write."""
+    """Exit at once when the parent's end of the channel closes, since an orphan must not continue to write."""
     poll = select.poll()
     poll.register(channel, 0)
     poll.poll()
@@ -259,7 +259,7 @@ def _serve_requests(connection: Connection) -> None:
                 try:
                     reply = "value", store.replace(arguments[0], pieces)
                 finally:
-                    for _ in pieces:  # the next message is a request
+                    for _ in pieces:  # discard unread pieces, so that the next message is a request
                         pass
             else:
                 reply = "value", getattr(store, method)(*arguments, **options)
@@ -276,7 +276,7 @@ def _serve_requests(connection: Connection) -> None:
 
 def _open_store(pickled_factory: bytes) -> ObjectStore:
     try:
-        # The parent pickled it, and sent it over a socket pair that no other process has.
+        # Safe to load, since the parent pickled it, and sent it over a socket pair that no other process has.
         store: ObjectStore = pickle.loads(pickled_factory)()  # noqa: S301  from our parent
     except TuneError:
         raise

@@ -34,7 +34,7 @@ from prefect_tune.core.values import flatten, get_metric, parse_time
 # Tables, and output to stdout.
 
 UNLIMITED_WIDTH = 100_000
-"""The width of a pipe or a file: all columns and complete cells are written."""
+"""The width of a pipe or a file, so that all columns and complete cells are written."""
 
 
 def get_output_width() -> int:
@@ -69,7 +69,7 @@ def make_borderless_table(*names: str) -> Table:
 
 
 def to_plain_cells(cells: Iterable[str]) -> Iterator[Text]:
-    """Return cells as plain text: names chosen by users must not be parsed as markup."""
+    """Return cells as plain text, so that names chosen by users are not parsed as markup."""
     return (Text(make_visible(cell)) for cell in cells)
 
 
@@ -212,7 +212,7 @@ _MAX_TIME_ONLY_AGE = timedelta(hours=12)
 
 @dataclass(frozen=True, slots=True)
 class Freshness:
-    """The time of the shown state, and its age by this machine's clock."""
+    """The time of the shown state, and the age of the state by this machine's clock."""
 
     as_of: datetime | None
     """None if the experiment records no time."""
@@ -224,7 +224,7 @@ class Freshness:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last two updates of a running experiment are missing: its process has probably ended."""
+        """Whether the process of a running experiment has probably ended, since its last two updates are missing."""
         if not self.is_running or self.period is None:
             return False
         return self.age > self.period * _MAX_MISSED_UPDATES + _STALE_MARGIN
@@ -237,7 +237,7 @@ class Freshness:
         }
 
     def format_short(self) -> str:
-        """Return the time and a rough age, like `01:32:20, 9 min ago`; add the date after half a day."""
+        """Return time and rough age, like `01:32:20, 9 min ago`; from an age of 12 hours, with the date, no seconds."""
         if self.as_of is None:
             return ""
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M"
@@ -251,7 +251,7 @@ class Freshness:
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M:%S"
         text = f"{self.as_of:{pattern}} UTC, {format_duration(self.age)} {since}"
         if self.is_stale and self.period is not None:
-            return f"{text}; updates every {format_duration(self.period)} are missing: its process has probably ended"
+            return f"{text}; updates every {format_duration(self.period)} are missing; the process has probably ended"
         if self.is_running and self.period is None:
             return f"{text}: the last journal entry; running trials may have progressed further"
         return text
@@ -292,7 +292,7 @@ def make_cost_table(cost: ExperimentCost) -> Table:
 
 
 def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
-    """Return a table of a trial's attempts: times, largest losses, processors, memory, exits of ranks."""
+    """Return a table of a trial's attempts: times, largest losses of time, processors, memory, exits of ranks."""
     rows = [_format_resources(attempt) for attempt in attempts]
     names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
     table = make_borderless_table("attempt", "in all", "training", "largest losses", *names)
@@ -311,7 +311,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used. One sample does not show how many processors were busy."""
+    """Return the resources that an attempt used; "-" for the processors if fewer than two samples were taken."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None

@@ -26,7 +26,7 @@ _DROPPED_LINES_MESSAGE = "(lines are missing here: more was printed at once than
 
 
 class OutputCapture(io.TextIOBase):
-    """Replaces the stream of a terminal, and buffers what is written: a write never waits for the terminal."""
+    """Replaces the stream of a terminal, and buffers what is written, so that a write never waits for the terminal."""
 
     def __init__(self, terminal: TextIO) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OutputCapture(io.TextIOBase):
         return getattr(self._terminal, name)
 
     def take_lines(self) -> Sequence[str]:
-        """Return the complete lines since the last call, after a message if lines were dropped."""
+        """Return the complete lines since the last call; if lines were dropped, the first line says so."""
         with self._guard:
             lines, newline, rest = "".join(self._chunks).rpartition("\n")
             self._chunks.clear()
@@ -87,7 +87,7 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see: a live table or a cell hides other such lines."""
+"""The `extra` of a log line below WARNING that users must see; a live table or a cell hides lines without it."""
 
 
 class QuietFilter(logging.Filter):
@@ -102,7 +102,7 @@ class QuietFilter(logging.Filter):
 def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
     """Redirect `print` and the logging handlers that write to these streams into `capture`.
 
-    Prefect's handlers have their own Rich console, and log every task run: they get a `QuietFilter` during the block.
+    Prefect's handlers, which have their own Rich console, log every task run. So they get a `QuietFilter` meanwhile.
     """
     with ExitStack() as restores:
         for name in ("stdout", "stderr"):
@@ -215,7 +215,7 @@ class LiveDisplay(threading.Thread):
             self._draw_until_end()
             self._capture.pass_through()
         except Exception as error:  # noqa: BLE001 - the thread's edge: the search continues without the table
-            with suppress(OSError, ValueError):  # the terminal may be the cause
+            with suppress(OSError, ValueError):  # the terminal may be the cause, and fail again
                 self._capture.pass_through()
             self._on_error(error)
 
@@ -228,12 +228,12 @@ class LiveDisplay(threading.Thread):
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self.console.show_cursor()  # the cursor stays visible even if this process is killed
+            self.console.show_cursor()  # so it stays visible even if this process is killed
             pause = 0.0
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich would use the size of stdin, stdout or stderr. `OSError` is raised if the terminal has hung up.
+                # Rich would use the size of stdin, stdout or stderr. This raises `OSError` if the terminal hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

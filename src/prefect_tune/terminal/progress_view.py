@@ -47,7 +47,7 @@ _MIN_ELAPSED = timedelta(seconds=1)
 
 @dataclass(frozen=True)
 class SearchExtent:
-    """What is known about the extent of a search when it starts."""
+    """What is known about the extent of a search when the search starts."""
 
     experiment: str
     objective: Objective | None = None
@@ -100,9 +100,9 @@ class ProgressState:
     stop_reason: str = ""
     """Why the search ends early; empty if the search does not end early."""
     incomparable_count: int = 0
-    """The number of completed trials that cannot be compared: their last report lacks a metric of the search."""
+    """The number of completed trials that cannot be compared, since their last report lacks a metric of the search."""
     has_started_attempt: bool = True
-    """Whether this run has started an attempt; if not, all trials ended in earlier runs."""
+    """Whether this run has started an attempt; still False at the end if all trials ended in earlier runs."""
 
 
 class ProgressReader:
@@ -131,7 +131,7 @@ class ProgressReader:
             apply_report(trial, snapshot.get_newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
-        if objective is None:  # the trials that were proposed last
+        if objective is None:  # not the best, but those that were proposed last
             best_first = [trial for trial in reversed(newest) if trial.phase in ENDED_PHASES]
         else:
             best_first = [trial for trial, _ in rank_trials(newest, objective)]
@@ -174,7 +174,7 @@ class ProgressReader:
             steps = estimate_remaining_steps(trials, self._extent)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
-        except OverflowError:  # the search will not reach so many steps
+        except OverflowError:  # so many steps that only the budget can end the search
             return budget
         return left if left is None or budget is None else min(left, budget)
 
@@ -183,7 +183,7 @@ def estimate_remaining_steps(trials: Sequence[Trial], extent: SearchExtent) -> f
     """Estimate how many steps a search has left; return None if the number of trials or of their steps is unknown.
 
     A running trial trains up to the maximum step. A new trial trains as long as ended trials did on average. A waiting
-    trial repeats the steps after its newest checkpoint. The result is also None if a paused trial may never resume.
+    trial continues from its newest checkpoint. The result is also None if a paused trial may never resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     new_trial_steps = fmean(last_steps) if last_steps else extent.max_steps
@@ -233,8 +233,8 @@ def make_trials_table(
 ) -> tuple[Table, str]:
     """Return a table with a row per trial, and a line that names the hidden parameters ("" if none are hidden).
 
-    The columns are metrics, the columns `more`, and the differing parameters that fit into `width` (default: the width
-    of stdout). `styles` are the Rich styles of rows, by status.
+    The columns are the metrics, those of `more`, and the parameters that differ between trials, if they fit into
+    `width` (default: the width of stdout). `styles` are the Rich styles of rows, by status.
     """
     names, rows, hidden = fit_columns(trials, metrics, width or get_output_width(), more)
     table = make_borderless_table()
@@ -251,7 +251,7 @@ def fit_columns(
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """Return column names and rows that fit into `width` if possible, and the names of the hidden parameters.
 
-    A column gets a prefix if another column has its name.
+    A column gets a prefix if another column already has the same name.
     """
     columns: dict[str, list[str]] = {
         "trial": [trial.id for trial in trials],
@@ -325,7 +325,7 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
     """Render the progress for a terminal of `width` columns and `height` lines. The last line stays free.
 
     A third of the rows is reserved for the best trials that are not running; the other rows show running trials.
-    A single training has no rows: the facts describe the training.
+    For a single training there are no rows, since the facts describe the training.
     """
     room = max(0, height - 1 - _HEADER_LINE_COUNT)
     notes = state.notes[-min(_MAX_NOTES, room // 3) :] if room >= 3 else ()
@@ -390,7 +390,7 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
     if (trial_count := state.extent.trial_count) is not None:
-        # An earlier run may have had a larger `num_samples`.
+        # There are more trials than this if an earlier run had a larger `num_samples`.
         facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
         rungs = [f"{count} at step {step}" for step, count in state.rungs.items()]
@@ -399,7 +399,7 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
         facts["rungs"] = ", ".join(rungs)
     best, objective = state.best, state.extent.objective
     if best is not None and objective is not None:
-        inherited = ", of the checkpoint that it continues from" if best.has_inherited_report else ""
+        inherited = ", inherited from a cloned checkpoint" if best.has_inherited_report else ""
         facts[format_best_label(objective)] = f"{format_trial(best, objective.metrics)} at step {best.step}{inherited}"
         facts[""] = format_config(best)
     return facts

@@ -3,10 +3,10 @@
 Before the audit applies an event, it calls the functions of a running search to derive the event that the search had to
 write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So the policies of the
 audit and of the search get the results in the order of arrival, and are in the same state at each event.
-A new owner creates a new policy and replays the journal to it; so does the audit.
+At each new owner, the audit creates a new policy and replays the journal to the policy, as that owner did.
 
     state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
-Never: show a policy more of the journal than the search had written; import code that only the journal names.
+The audit shows a policy only what the search had written by then, and imports no code that only the journal names.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ class _AuditPlan:
     """The known parameters on which an owner's decisions depend."""
 
     plan: SearchPlan
-    """The plan without the trainable, callbacks and locations: no decision depends on them."""
+    """The plan without the trainable, callbacks and locations, on which no decision depends."""
     unknown: Mapping[str, str]
-    """Why a parameter is unknown, and how to pass it, by name: `space`, `search`, `scheduler` or `stop`."""
+    """By name (`space`, `search`, `scheduler`, `stop`): why the parameter is unknown, and how to pass it."""
 
     @property
     def policy_settings(self) -> Sequence[object]:
@@ -280,7 +280,7 @@ PASSABLE_PARAMETERS = ("space", "search", "scheduler", "stop")
 
 
 def _raise_on_training(config: Mapping[str, object]) -> None:
-    raise AssertionError(f"an audit trains nothing, but was called with {config}")
+    raise AssertionError(f"an audit trains nothing, but its trainable was called with {config}")
 
 
 def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str | None:
@@ -310,7 +310,7 @@ _NON_DECISION_EVENTS = (
 
 
 class _Auditor:
-    """Derives each event again; holds the policy and each trial's last report, as of the last event."""
+    """Derives each event again; holds the policy and each trial's last report, as they are after the last event."""
 
     def __init__(self, target: StorageTarget, passed: Mapping[str, object]) -> None:
         self._target = target
@@ -325,7 +325,7 @@ class _Auditor:
         self._search_end_reason: AnyReason | None = None  # why the stoppers end the search after the last entry
 
     def begin_entry(self, entry: Entry) -> None:
-        """Begin the next entry. The decisions in an entry that completes a fork are copies from the origin."""
+        """Begin the next entry. If it completes a fork, its events are copies from the origin, and are not derived."""
         forks = (event for event in entry.events if isinstance(event, ExperimentForked))
         self._is_fork_entry = any(event.trials is not None for event in forks)
         self._search_end_reason = self._policy.end_reason() if self._policy else None
@@ -345,7 +345,7 @@ class _Auditor:
             return self._expect_added_trial(before, policy, event)
         if isinstance(event, StopRequested):
             return self._expect_search_stop(before, policy, event)
-        trial = before.trials.get(str(getattr(event, "trial", "")))  # None: `apply_event` reports a damaged journal
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # if None, `apply_event` raises an error
         plan = self._plans[before.term]
         match event:
             case DecisionMade() if trial is not None:
@@ -366,7 +366,7 @@ class _Auditor:
         return None
 
     def record(self, before: Experiment, event: Event, after: Experiment) -> None:
-        """Record an applied event, like a running search records the events that it writes."""
+        """Record an applied event, as a running search records the events that it writes."""
         self._preceding_error = event if isinstance(event, TrialErrored) else None
         if isinstance(event, OwnerChanged | ExperimentConfigured) and after.settings:
             plan, old_plan = _make_audit_plan(self._target, after, self._passed), self._plans.get(after.term)
@@ -390,11 +390,11 @@ class _Auditor:
 
     def _expect_added_trial(self, before: Experiment, policy: SearchPolicy, event: TrialAdded) -> _Derived:
         if reason := before.stop_reason or self._search_end_reason:
-            return _Expectation((), f"no new trial: the search ends: {reason}")
+            return _Expectation((), f"no new trial, because the search ends: {reason}")
         if (paused := policy.schedule.next_trial_to_resume()) is not None:
             return _Expectation([TrialResumed(trial=paused)])
         if policy.schedule.is_waiting():
-            return _Expectation((), "no new trial yet: the scheduler waits for others")
+            return _Expectation((), "no new trial yet: the scheduler waits for other trials")
         name = format_trial_id(policy.proposed_count)
         if unknown := self._plans[before.term].unknown.get("search"):
             renamed = event.model_copy(update={"trial": name})
@@ -435,7 +435,7 @@ class _Auditor:
         return is_ours and "scheduler" not in plan.unknown
 
     def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Derived:
-        """Return the decision that is missing before this report, or the report that the last decision is about."""
+        """Return the decision that is missing before this report, or the report that was decided about; else None."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
@@ -491,7 +491,7 @@ class _Auditor:
         return _Expectation([event.model_copy(update={"reason": reason})])
 
 
-_NOT_RECORDED = "a clock, a missing metric or a choice of the user ends the search; the journal does not hold which"
+_NOT_RECORDED = "a clock, a missing metric or the user's choice ended the search; the journal does not say which one"
 
 
 def _are_equivalent(event: Event, other: Event) -> bool:
@@ -510,7 +510,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
     """Return the clone for a trial's exploit: of the source, or of the trial itself if the source has no checkpoint.
 
-    A user may also restart a trial from one of its own checkpoints, with its own configuration.
+    Return None if a user restarted the trial from one of its own checkpoints, with an unchanged configuration.
     """
     if event.source == trial.id and event.config is None:
         return None
@@ -522,7 +522,7 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
 
 
 def _signal_if_no_new_trial(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """If the search proposes no trial, tell the schedule that none can start; an unknown search never proposes one."""
+    """If the search proposes no trial, tell the schedule so; an unknown search counts as one that proposes none."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_no_new_trial()
 

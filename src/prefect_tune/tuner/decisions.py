@@ -1,7 +1,7 @@
-"""Decide what follows a report or a failed attempt: journal the decision first, then act on it.
+"""Decide what follows a report or a failed attempt; journal each decision before acting on it.
 
-`SearchPolicy.decide` calls the scheduler. The trial's process (`runtime/session.py`) checks `stop=`;
-`tuner/stop_requests.py` stops trials for users and budgets.
+`SearchPolicy.decide` calls the scheduler. Other modules stop trials for other reasons: the trial's process
+(`runtime/session.py`) checks `stop=`, and `tuner/stop_requests.py` obeys users and budgets.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: losses in a row, and its newest sequence
-        self._undecidable_trials: dict[str, Reason] = {}  # by trial: the error of a report that lacked the metric
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: lost attempts in a row, newest sequence
+        self._undecidable_trials: dict[str, Reason] = {}  # by trial: why the scheduler cannot decide
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
         """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
-        self._import_failure = ""  # the first failed import before any training: all trials would fail
+        self._import_failure = ""  # the first import that failed before any training; all trials would fail
 
     def require_loaded_trainable(self) -> None:
         """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.
 
-        No trial has errored: the next owner retries the trials that this owner has begun.
+        No trial is marked as errored, so the next owner retries the trials that this owner has begun.
         """
         if self._import_failure:
             raise TrialFailed(
@@ -119,7 +119,7 @@ class FailureHandler:
     def recover_failed_trial(self, trial: Trial, cause: Cause) -> None:
         """Retry or give up a trial that failed under an earlier owner.
 
-        Its earlier machine failures do not count, unless the trial may have crashed that owner.
+        The trial's earlier machine failures do not count, unless the trial may have crashed that owner.
         """
         if should_reset_budgets(trial, self._limits.plan.failure_policy):
             self._pending_entry.add_event(make_retry_event(trial))
@@ -128,10 +128,10 @@ class FailureHandler:
             self.retry_or_give_up(trial.id, cause)
 
     def retry_lost_attempt(self, trial_id: str, error: BaseException | None) -> None:
-        """Count a lost attempt, which exited without its end in the journal; retry its trial or give it up.
+        """Count a lost attempt, whose end the journal does not hold; retry its trial, or give the trial up.
 
-        The count is not stored: each owner counts its own. `Driver._end_attempt_if_lost` adds the attempt's end to the
-        journal, when the trial leaves the queue. Raises like `on_attempt_failed`.
+        The count is not stored, so each owner counts from 0. `Driver._end_attempt_if_lost` adds the attempt's end to
+        the journal when the trial leaves the queue. Raises like `on_attempt_failed`.
         """
         reason = make_reason("no-result") if error is None else f"{type(error).__name__}: {error}"
         newest = newest_checkpoint(self._pending_entry.state.trial(trial_id))
@@ -148,7 +148,7 @@ class FailureHandler:
             self._ready_queue.append(trial_id)
 
     def record_undecidable(self, trial_id: str, error: BadMetric) -> StopTrial:
-        """Record that the scheduler cannot decide about a trial, so that it is given up; return the answer."""
+        """Record that the scheduler cannot decide about a trial, which is then given up; return the trial's answer."""
         reason = self._undecidable_trials[trial_id] = make_reason("raised", text=str(error))
         errored = AttemptEnded(trial=trial_id, cause=Cause.BAD_METRIC, reason=reason)
         return StopTrial(outcome=errored, save=False)
@@ -196,11 +196,11 @@ class DecisionHandler:
         self._send_after_write(trial_id, answer, report.step)
 
     def send_decision(self, trial_id: str, decision: Decision, step: int) -> None:
-        """Send a trial at `step` the answer for a journaled decision."""
+        """Send the answer for a journaled decision to a trial that waits at `step`."""
         self._send_after_write(trial_id, self._make_answer(trial_id, decision), step)
 
     def decide_missed_milestone(self, trial_id: str) -> None:
-        """Decide at a milestone that was reported before a crash; the step is not trained again."""
+        """Decide at a milestone that the trial reported before a crash, so that its step is not trained again."""
         trial = self._pending_entry.state.trial(trial_id)
         milestone = self._policy.next_milestone(trial)
         if milestone is None or trial.step < milestone or trial.pending_exploit is not None:

@@ -86,19 +86,19 @@ from prefect_tune.tuner.stop_requests import StopHandler, StopSource
 
 _POLL_TIMEOUT = timedelta(seconds=0.5)
 _IO_TIMEOUT = timedelta(minutes=5)
-_MAX_STARTS = 8  # per pass of the loop, so that running trials get answers soon: a start on a cluster takes some 30 ms
+_MAX_STARTS = 8  # per pass of the loop; a start on a cluster takes some 30 ms, in which running trials get no answer
 
 
 class Driver:
-    """Drives an experiment during one owner's term; the only writer of its journal.
+    """Drives an experiment during one owner's term, and writes its journal.
 
-    Each change is journaled, and recorded by the policy, before it takes effect: a resume replays the same changes.
+    Each change is journaled, and recorded by the policy, before it takes effect, so that a resume can replay it.
     Attempts in this process submit their events; attempts on other machines post them, and the driver reads the posts.
 
-    When an attempt has exited, these act, in this order:
+    When an attempt has exited, these methods act, in this order:
 
-    1. `_handle_attempt_exit` journals the remaining posts. The error, pending stops and the phase decide: the trial
-       is finished, given up, or added to `_ready_queue` (here or by a handler). The scheduler resumes trials it paused.
+    1. `_handle_attempt_exit` journals the remaining posts. Depending on the error, pending stops and the phase, the
+       trial is finished, given up, or added to `_ready_queue`. Trials that the scheduler paused wait for the scheduler.
     2. `_take_next_trial` takes the trial from the queue once a slot is free. Only now does it end a lost attempt in the
        journal, and make a missed decision. If the decision ends or pauses the trial, the trial does not start.
     3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts it.
@@ -133,9 +133,9 @@ class Driver:
         self._decision_handler = DecisionHandler(
             policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._attempts_before_start: dict[str, int] = {}  # by trial: its last attempt before the present one
+        self._attempts_before_start: dict[str, int] = {}  # by trial: the number of the attempt before this one
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
-        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial in a slot: run's clock, monotonic clock
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot start by run's clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
@@ -143,21 +143,21 @@ class Driver:
     def run(self, stop_source: StopSource) -> Experiment:
         """Run until nothing is left to do, or a stop is requested; return the fully journaled state.
 
-        On any error, stop the running trials after a save, unless they outlive the search. So no trial waits for an
-        answer that never comes.
+        On any error, stop the running trials after a save, unless they outlive the search, so that no trial waits for
+        an answer that never comes.
         """
         try:
             return self._run_loop(stop_source)
         except BaseException:
             self._pending_entry.drop_actions()
-            with suppress(TuneError):  # raise the error that ended the search instead
+            with suppress(TuneError):  # the error that ended the search is raised, not this one
                 stop_and_wait(self._executor, self._spec.grace_period, self._journal_submitted_events)
             raise
         finally:
             self._background_worker.close()
 
     def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
-        """Journal the events that attempts submitted before the loop failed; if the write fails, they get its error."""
+        """Journal the events that attempts submitted before the loop failed; a failed write raises in the attempts."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
         for events in (*unhandled, *submitted):
@@ -219,7 +219,7 @@ class Driver:
         return self._resume_trial(paused_id)
 
     def _holds_slot(self, trial_id: str) -> bool:
-        """Return whether an attempt is running or its start requested; `_executor` has it only after a write."""
+        """Return whether the trial's attempt runs, or will start after the next write; `_executor` lacks the latter."""
         return trial_id in self._slot_starts
 
     def _stop_unneeded_trials(self) -> None:
@@ -244,7 +244,7 @@ class Driver:
                 added = TrialAdded(trial=trial_id, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
                 self._add_event(added)
                 return trial_id
-            case Wait():  # a start that is not sent yet is work, too: it can let the search propose again
+            case Wait():  # an unsent start counts too, since its result may let the search propose
                 is_busy = len(self._executor) or self._pending_entry.has_unfinished_work
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
@@ -291,7 +291,7 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the exploited trial's newest checkpoint that leaves a step to train; if none does, one of `trial`'s.
+        """Clone the exploited trial's newest checkpoint that leaves a step to train, or else one of `trial` itself.
 
         The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
@@ -388,7 +388,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        The state after that write decides: if a non-owner has just quarantined a checkpoint, none was retired.
+        The state after that write decides: if a non-owner has meanwhile quarantined a checkpoint, none was retired.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
@@ -401,7 +401,7 @@ class Driver:
         self._pending_entry.run_after_write(delete_collectable_origins)
 
     def _close_outbox_on_target(self, trial_id: str, outbox: int) -> ClosedOutbox:
-        """Fence the trial's attempt: it can post nothing more. Return the unread posts; journal nothing."""
+        """Fence the trial's attempt, so that it can post nothing more; return the unread posts. Journal nothing."""
         key, last_post = self._experiment.trial_key(trial_id), self._experiment.trial(trial_id).last_post
         owner, stamp = str(self._experiment.owner), new_write_stamp()
         close = partial(close_outbox, trial=key, outbox=outbox, after=last_post, closed_by=owner, stamp=stamp)
@@ -430,10 +430,10 @@ class Driver:
         return self._executor.attempts_outlive_search and is_open and trial.phase is Phase.PENDING
 
     def _end_attempt_if_lost(self, trial_id: str) -> None:
-        """Close the outbox, unless its attempt may still begin; if the attempt was lost, journal its end.
+        """Close the trial's outbox, unless an attempt may still begin; if the attempt was lost, journal its end.
 
-        A lost attempt exited without its end in the journal. Its checkpoints are adopted, even those committed after
-        a damaged post. `retry_lost_attempt` counts the lost attempt, and queues the trial.
+        An attempt was lost if it exited and the journal does not hold its end. Its checkpoints are adopted, even those
+        committed after a damaged post. `retry_lost_attempt` counts the lost attempt, and queues the trial.
         """
         if not self._has_unstarted_remote_attempt(trial_id):
             self._close_and_journal_outbox(trial_id)
@@ -478,17 +478,17 @@ class Driver:
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
         errored = {trial.id for trial in self._experiment.trials.values() if trial.phase is Phase.ERRORED}
-        # Before requeuing: a trial whose end is not read yet may have to be extended too.
+        # Read posts before requeuing, since a trial whose end was not read yet may have to be extended too.
         self._journal_unread_posts(list(self._find_unfinished_trials().values()))
         self._requeue_ended_trials()
         for trial_id in self._find_unfinished_trials():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
                 self._recover_trial(trial_id)
-        # Writes now if an attempt was reattached: then a stop reaches it as an answer, and does not finish its trial.
+        # Writes now if an attempt was reattached, so that a stop is sent to the attempt, and does not finish the trial.
         self._pending_entry.write(may_defer=True)
 
     def _journal_unread_posts(self, trials: Sequence[Trial]) -> None:
-        """Journal unread posts in batches: the posts of several days are too many for one timeout."""
+        """Journal unread posts in batches, since the posts of several days are too many for one timeout."""
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
             """Return the next posts in a trial's open outbox; None if a post cannot be read."""
@@ -527,7 +527,7 @@ class Driver:
         - Its attempt runs on another machine, and outlived its search: reattach to it, without a free slot.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
         - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
-        - It is paused: decide what the earlier owner missed; it may resume.
+        - The trial is paused: make a decision that the earlier owner missed; then the trial may resume.
         """
         trial = self._experiment.trial(trial_id)
         is_posting = trial.phase is Phase.RUNNING and trial.outbox is not None
@@ -537,7 +537,7 @@ class Driver:
             return
         self._end_attempt_if_lost(trial_id)
         if trial_id in self._experiment.pending_stops:
-            self._close_and_journal_outbox(trial_id)  # also that of an attempt that has not begun
+            self._close_and_journal_outbox(trial_id)  # also the outbox of an attempt that has not begun
             self._stop_handler.finish_trial(trial_id)
             return
         if self._has_unstarted_remote_attempt(trial_id):

@@ -67,7 +67,7 @@ class BackgroundWorker:
         self._enqueue_action(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
 
     def close(self) -> None:
-        """Let the thread end after its present work; do not wait for it."""
+        """Let the thread end after its present work; do not wait for the end."""
         self._actions.put(None)
 
     def _enqueue_action(self, action: Callable[[], object]) -> None:
@@ -101,7 +101,7 @@ class PendingEntry:
         self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        # The event count and stamp of a failed write. The write may have succeeded: it is repeated unchanged.
+        # The event count and stamp of a failed write, which is repeated unchanged, since it may have succeeded.
         self._retried_write: tuple[int, WriteStamp] | None = None
         self._prompt_actions: list[Callable[[], None]] = []
         self._delayed_actions: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class PendingEntry:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             state_before, self.state = self.state, state
-            # Write it soon: the sender of a stop request polls the journal for the answer, and then for the end.
+            # Write a stop soon, since its sender polls the journal for the acknowledgement, and then for the end.
             self._has_stop_change |= (
                 state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
             )
@@ -159,11 +159,11 @@ class PendingEntry:
         self._submitted.append(submitted)
 
     def run_after_prompt_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; this forces the next `write` to write them."""
+        """Call `action` once all present events are written, and force the next `write` to write them."""
         self._prompt_actions.append(action)
 
     def run_after_write(self, action: Callable[[], None]) -> None:
-        """Call `action` once all present events are written; `write` may still defer that."""
+        """Call `action` once all present events are written; the next `write` may still defer the events."""
         self._delayed_actions.append(action)
 
     def drop_actions(self) -> None:

@@ -109,9 +109,9 @@ _MAX_LINE_LENGTH = 400
 
 
 def log_search_start(plan: SearchPlan, state: Experiment, slots: Slots, where: str, log: Log) -> None:
-    """Log the experiment's trials and target, the space, the scheduler and the slots: one line each.
+    """Log four lines: the experiment's trials and target, the space, the scheduler, and the slots.
 
-    `state` is the experiment before this run changes it; `where` says where the trials run: `on this machine`.
+    `state` is the experiment before this run changes it; `where` says where the trials run, like `on this machine`.
     """
     count, objective, resources = plan.trial_count, plan.objective, plan.resources_per_trial
     space = ", ".join(f"{name} {value!r}" for name, value in iter_leaves(plan.space or {})) or "empty"
@@ -138,8 +138,8 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
         is_same_run = owner.flow_run is not None and owner.flow_run == flow_run.id
         other_owner = f"an earlier process of this run, pid {owner.pid} on {owner.host}," if is_same_run else str(owner)
         log.warning(
-            "%s left %s running, and this %s takes over: if the other is still alive, its next write fails with "
-            "Superseded, and it ends",
+            "%s left %s running, and this %s takes over: if the earlier one is still alive, its next write fails "
+            "with Superseded, and it ends",
             make_visible(other_owner),
             pluralize(running, "trial", "trials"),
             "process" if is_same_run else "run",
@@ -221,7 +221,7 @@ def _run_search_segment(segment: RunSegment) -> Results:
     warm_starts = read_warm_starts(names, plan.target, plan.experiment, segment.loaded_experiment)
 
     def search(stop: threading.Event) -> Experiment:
-        with opening_executor as executor, retrying_refusals():  # first: its fork server needs time to start
+        with opening_executor as executor, retrying_refusals():  # opened first, since its fork server starts slowly
             if not check_target(plan.target).conditional_create:
                 require_single_writer(plan.target.uri, "trials='deployment'" if plan.trials == "deployment" else "")
             state_before = known_state or read_experiment_to_resume(plan.target, plan.experiment)
@@ -231,7 +231,7 @@ def _run_search_segment(segment: RunSegment) -> Results:
                 changes = [segment.answer.event, *changes]
             if changes:
                 journal_writer.write(changes)
-            # Another run may have added samples since the journal was read; the journal has the seed.
+            # The plan has changed if another run has added samples meanwhile, or if the journal has another seed.
             search_policy = (
                 policy if (now.num_samples, now.seed) == (plan.num_samples, plan.seed) else make_search_policy(now)
             )
@@ -281,7 +281,7 @@ def _take_over_search(
     Return the state, the plan with the samples that this run adds, and the events to journal.
     """
     plan, log = segment.plan, get_run_logger()
-    # Check before the takeover: a rejected run must not disturb the present owner.
+    # Check before the takeover, since a rejected run must not disturb the present owner.
     require_same_search(state_before, with_journal_seed(state_before, plan).settings)
     if plan.on_code_change == "refuse":
         require_unchanged_code(state_before, plan)
@@ -304,7 +304,7 @@ def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> S
     """If the trainable has changed, log the change, and return the event that journals the new code."""
     warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or with_journal_digest(state, plan.settings) == plan.settings:
-        return ()  # unchanged or unavailable: the journal keeps the digest of the code that trained last
+        return ()  # unchanged or unknown, so the journal keeps the digest of the code that trained last
     return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
 
 
@@ -345,7 +345,7 @@ def _make_executor(plan: SearchPlan, spec: TrialSpec) -> tuple[AbstractContextMa
             "pt.tune.with_options(task_runner=...) with the task runner of Dask or Ray (a task per node). To train "
             "with several processes on this machine, pass processes_per_trial"
         )
-    # On other machines, only an attempt can check the import.
+    # Check the import on this machine; on other machines, only an attempt can check it.
     require_importable(plan.trainable, plan.isolation, get_run_logger(), spec.cadence)
     max_workers, location = current_max_workers(), "on this machine"
     if max_workers is not None:
@@ -381,8 +381,8 @@ def _observing_search(
 ) -> Iterator[SearchObserver]:
     """Yield the observer that the driver notifies; on exit, wait until the observers have processed their queues.
 
-    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s to finish; after a stop
-    request, 2 s.
+    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s to finish, or 2 s after
+    a stop request.
     """
     target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
     search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)
@@ -416,7 +416,7 @@ _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
 def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to warm-start from, without duplicates: a name on the same target, or `target/name`.
+    """Return the experiments to warm-start from, without duplicates, as a name on the same target or `target/name`.
 
     Raises:
         InvalidInput: an element of `warm_start` has another form.
@@ -426,7 +426,7 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
             type_name = type(source).__name__
             raise InvalidInput(f"warm_start: expected names of experiments, such as 'first', found a {type_name}")
         if "://" in source:
-            validate_target(source)  # the whole text: an error about the name must not quote a password in it
+            validate_target(source)  # first, since an error about the name could quote a password in the location
         location, _, name = source.rpartition("/")
         validate_name(name)
         if location:
@@ -495,7 +495,7 @@ def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
 def deduplicate_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[PriorTrial]:
     """Return the trials of `warm_starts` in their order, without duplicates.
 
-    Forks share trials: two trials are duplicates if their configurations and last reports are equal.
+    Two trials are duplicates if their configurations and last reports are equal, as in a fork and its origin.
     """
     unique = {
         canonical_json([trial.config, trial.report.step, trial.report.metrics]): trial

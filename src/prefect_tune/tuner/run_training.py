@@ -1,4 +1,4 @@
-"""Run a single training: a search with one trial and a fixed configuration, which writes the experiment's journal."""
+"""Run a single training, as a search with one trial and a fixed configuration, and write the experiment's journal."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from prefect_tune.tuner.stop_requests import StopSource
 
 
 def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | TrialFailed:
-    """Train the one trial of `plan` within a flow run, until it is finished or a retry budget is spent.
+    """Train the one trial of `plan` within a flow run, until the trial is finished or a retry budget is spent.
 
     Returns:
-        The trial's specification and state; or an error, if a retry budget is spent. Raises the other errors of
-        `durable_trainable`.
+        The trial's specification and state; or the error to raise, if a retry budget is spent. Raises the other errors
+        of `durable_trainable`.
     """
     with quieting_inner_tasks():
         segment = apply_answers(RunSegment(plan), TRAINING_QUESTION, read_last_form())
@@ -142,7 +142,7 @@ def observing_run(
         extent: the expected number of trials and steps, and the time budget.
         stop: set when a stop of the run is requested.
         is_running: returns whether the trial with this id is running now.
-        state_before: see `EventEmitter.emit_start`.
+        state_before: the experiment before this run, see `EventEmitter.emit_start`.
         emits_events: whether the run emits events to Prefect.
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)

@@ -1,8 +1,8 @@
 """The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
 
-The same history gives the same proposals and decisions, so their state is not stored. A resume creates new objects and
-replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose the configurations
-that the interrupted run would have proposed. For this, they draw random numbers only from a seed and a purpose
+The same history gives the same proposals and decisions, so these objects are not stored. A resume creates new objects,
+and replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
+interrupted run would have proposed. To make this possible, they draw random numbers only from a seed and a purpose
 (`core.seeded_random`), read no clock, and get a report when it is journaled as a milestone, not when it arrives.
 """
 
@@ -36,7 +36,7 @@ def parse_trial_number(trial_id: str) -> int:
 def pending_decision(trial: Trial) -> ReplayEvent | None:
     """Return a trial's last decision if it is a stop or pause that has had no effect yet; None otherwise.
 
-    This happens if an owner exits between a decision and its effect.
+    There is such a decision if an owner exited before it carried out the decision.
     """
     last_event = trial.policy_events[-1] if trial.policy_events else None
     is_stop_or_pause = last_event is not None and isinstance(last_event.decision, Stop | Pause)
@@ -71,10 +71,10 @@ class SearchPolicy:
         self._stopper_state = CompositeState(stopper_states)
         self._search_state = search_state
         self.schedule = schedule
-        """The scheduler's state. `Driver` asks it whether it waits, and which trial to resume or stop next."""
+        """The scheduler's state. It tells `Driver` whether to wait, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of trials that the journal holds."""
-        self._suggested_number: int | None = None  # the trial that `_search_state` proposed: needs no `restore_trial`
+        self._suggested_number: int | None = None  # the last proposed trial, which needs no `restore_trial`
         self._paused: set[str] = set()
         self._decision_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
 
@@ -88,7 +88,7 @@ class SearchPolicy:
         history = [(past_event, trial) for trial in experiment.trials.values() for past_event in trial.policy_events]
         for past_event, trial in sorted(history, key=lambda pair: pair[0].order):
             if past_event.kind == "decided" and past_event.report is not None:
-                self.decide(trial, past_event.report)  # the journal already has the decision
+                self.decide(trial, past_event.report)  # only repeated, since the journal has the decision
             else:
                 self.record(trial, past_event)
         for trial in experiment.trials.values():
@@ -126,7 +126,7 @@ class SearchPolicy:
         return decision
 
     def resumes_without_scheduler(self, trial: Trial) -> bool:
-        """Return whether to resume a paused trial at once, without a turn of the scheduler.
+        """Return whether to resume a paused trial at once, without waiting for the scheduler.
 
         True if the trial paused for an exploit, or if an earlier owner's scheduler paused it, or if it paused without a
         decision. The present scheduler resumes or ends the trials that it has paused itself.
@@ -136,7 +136,7 @@ class SearchPolicy:
     def next_milestone(self, trial: Trial) -> int | None:
         """Return the step of the trial's next decision; None if there is none.
 
-        If the last stop or pause has had no effect yet, return its step again.
+        If the last decision was a stop or pause that has had no effect yet, return the step of that decision again.
         """
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.report is not None:

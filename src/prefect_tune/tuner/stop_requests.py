@@ -1,6 +1,6 @@
 """Stop an experiment or a trial early. Every stop is journaled before it takes effect, except an interruption.
 
-If only one trial is stopped, it has no time limit: it ends at its next report. `wait_seconds` limits only how long
+The stop of a single trial has no time limit; the trial ends at its next report. `wait_seconds` limits only how long
 `stop` waits for the end. The trials of a stopping experiment get `grace_period_seconds` (`attempt/supervisor.py`).
 """
 
@@ -64,7 +64,7 @@ class StopSource:
         return ()
 
     def on_requests_journaled(self, count: int) -> None:
-        """Called when the journal has the first `count` requests."""
+        """Learn that the journal has the first `count` requests."""
 
 
 class StopHandler:
@@ -87,13 +87,13 @@ class StopHandler:
         self._log = log
         self._started_at = time.monotonic()
         self.is_stopping = False
-        """Whether the run is stopping: no trial starts any more, and all running trials save and end."""
+        """Whether the run is stopping, so that no trial starts any more, and all running trials save and end."""
 
     def check_stop_causes(self, stop_source: StopSource) -> None:
         """Check interruptions, stop requests, the time budget and the stoppers; stop the experiment or a trial."""
         if stop_source.is_interrupted():
             self.is_stopping = True
-            self._executor.stop_all()  # without waiting for the journal: the process ends soon
+            self._executor.stop_all()  # without waiting for the journal, since the process ends soon
         for request in stop_source.take_requests():
             event = make_stop_event(self._pending_entry.state, request)
             if event.refused is not None:
@@ -125,7 +125,7 @@ class StopHandler:
         self._pending_entry.add_event(self._make_finish_event(trial_id))
 
     def send_stop(self, trial_id: str) -> None:
-        """After the next write, tell a running trial to save and end. The answer holds the event of its end."""
+        """After the next write, tell a running trial to save and end. The answer has the event that ends the trial."""
         stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
         self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial_id, stop))
 
@@ -139,7 +139,7 @@ class StopHandler:
         self.is_stopping = True
 
     def stop_trial(self, trial_id: str, event: StopRequested) -> None:
-        """Journal the stop of one trial, then stop it."""
+        """Journal the stop of one trial, then stop the trial."""
         self._log.warning("trial %s saves and ends: %s", trial_id, make_visible(event.reason))
         self._pending_entry.add_event(event)
         if trial_id in self._executor:
@@ -251,14 +251,14 @@ def stop(
     reason: str = "",
     wait_seconds: float = 60,
 ) -> StopOutcome:
-    """Stop a running search, or one of its trials, after a save; wait until it has ended.
+    """Stop a running search, or one of its trials, after a save; wait for the end.
 
     A stopped trial saves a checkpoint and ends as `interrupted`; a larger budget does not continue it. A stopped
     experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues the experiment. The run that
     owns the experiment reads requests every few seconds, and journals each request before it acts on it.
 
     If no run is active, the next run ends the trial before it starts another trial. A request to stop the whole
-    experiment then has no effect: it never stops a run that begins later.
+    experiment then has no effect, because it never stops a run that begins later.
 
     ```python
     outcome = pt.stop("digits", target="runs", trial="3")
@@ -266,7 +266,7 @@ def stop(
 
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        trial: stop only this trial; its number without zeros is enough.
+        trial: stop only this trial; its number without leading zeros is enough.
         reason: stored in the journal.
         wait_seconds: how long to wait for the acknowledgement and the end; 0 only sends the request.
 
@@ -284,7 +284,7 @@ def stop(
 
 
 class _StopRequestSender:
-    """Sends one stop request; if the journal has another request of the same number, sends it with the next number."""
+    """Sends a stop request; if another request has taken its number in the journal, sends it with the next number."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
@@ -337,7 +337,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt that is a deployment's flow run: it may outlive the search's flow run."""
+        """Send the stop to each attempt that is a deployment's flow run, since it may outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -351,7 +351,7 @@ class _StopRequestSender:
             self._sent_to.add(trial.id)
 
     def _read_end_message(self, state: Experiment) -> str | None:
-        """Return a message about the end of the trial, or of the last run of the search; None if it has not ended.
+        """Return a message about the end of the trial, or of the search's last run; None if there is no end yet.
 
         A run that ends by itself publishes the results of the journal's last entry. Until they are published, a search
         whose trials have all ended may still propose another trial.
@@ -373,7 +373,7 @@ class _StopRequestSender:
             if self._trial is None and state.term != request.term:
                 message = f"another run has started in the meantime, by {state.owner}; request the stop again to end it"
                 return StopOutcome("refused", message, state)
-            message = "no run has answered" + (f", the last run was by {state.owner}" if state.owner else "")
+            message = "no run has answered" + (f" (the last run was by {state.owner})" if state.owner else "")
             if self._sent_to:
                 message = f"{message}; the request was also sent to {len(self._sent_to)} attempts"
             effect = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
@@ -388,7 +388,7 @@ class _StopRequestSender:
         if running_count and state.term == request.term:
             return StopOutcome("stopping", f"{running_count} trials are saving and stopping", state)
         if running_count:
-            message = f"the stopped run has ended; another one has started, by {state.owner}"
+            message = f"the stopped run has ended; another run has started, by {state.owner}"
             return StopOutcome("stopped", message, state)
         resumable_count = sum(trial.phase not in ENDED_PHASES for trial in state.trials.values())
         resumable = f"{resumable_count} of its {len(state.trials)} trials can be resumed"

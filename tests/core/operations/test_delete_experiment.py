@@ -137,7 +137,7 @@ def test_a_fork_of_what_is_deleted_meanwhile_says_so_and_is_not_made() -> None:
 
     store = MemoryStore()
     make_search(store)
-    with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete it"):
+    with pytest.raises(InvalidInput, match="'old' is being deleted: the fork 'new' cannot be completed; delete the"):
         make_fork(PausingStore(store, is_copy_operation, lambda: remove(store, "old")))
     assert not load_experiment(store, first_generation("new")).is_complete
     remove(store, "new", "n")

@@ -26,7 +26,7 @@ def test_who_is_worse_than_the_median_stops_and_who_equals_it_goes_on() -> None:
     assert report_three_others(MedianStopping()).decide("x", 1, 0.2) == "continue"
     stop = report_three_others(MedianStopping()).report("x", 1, 0.21)
     assert stop == Stop(reason=make_reason("median", metric="loss", best=0.21, median=0.2, step=1, count=3))
-    assert str(stop.reason) == "at best loss = 0.21 by step 1: 3 others average loss = 0.2 (median)"
+    assert str(stop.reason) == "its best loss by step 1 is 0.21; 3 other trials' averages have the median 0.2"
 
 
 def test_what_an_ended_trial_showed_is_still_compared_with() -> None:

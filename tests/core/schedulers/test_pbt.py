@@ -69,11 +69,11 @@ def test_who_is_among_the_worst_goes_on_from_one_of_the_best_with_its_configurat
     assert set(report_and_resume(driver, 5, {"a": 0.3, "c": 0.2, "b": 0.1}).values()) == {"pause"}
     exploit = driver.report("d", 5, 0.4)
     assert isinstance(exploit, Exploit)
-    assert exploit.source == "b"
+    assert (exploit.source, exploit.config["width"]) == ("b", 1)
     require_perturbed(exploit.config["lr"], 0.2)
-    assert exploit.config["width"] == 1
     assert get_reason_code(exploit.reason) == "exploit"
-    assert str(exploit.reason) == "loss = 0.4 at step 5 is among the worst, loss = 0.1 at step 5 among the best"
+    sentence = "loss = 0.4 at step 5 is among the worst; the other trial's loss = 0.1 at step 5 is among the best"
+    assert str(exploit.reason) == sentence
 
 
 @pytest.mark.parametrize(("fraction", "worst"), [(0.0, ""), (0.1, "a"), (0.25, "ab"), (0.3, "abc"), (0.5, "abcd")])

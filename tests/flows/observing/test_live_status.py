@@ -95,10 +95,10 @@ def test_of_a_killed_search_it_says_how_old_it_is_and_the_next_run_replaces_it(
     wait_until(lambda: show(local_target)["is_stale"], seconds=120, what=lambda: str(show(local_target)))
     assert show(local_target)["age_seconds"] > 3
     text = run_cli("show", local_target.path, "e")
-    assert " s ago; updates every 1 s are missing: its process has probably ended" in text
+    assert " s ago; updates every 1 s are missing; the process has probably ended" in text
     assert f"resume with  prefect-tune resume {local_target.path} e\n" in text.replace(" \n", "\n")
     assert "the process has probably ended: e\n" in run_cli("ls", local_target.path)
-    assert "its process has probably ended" in run_cli("report", local_target.path, "e")
+    assert "the process has probably ended" in run_cli("report", local_target.path, "e")
     (tmp_path / "go").touch()
     start_search(drivers, local_target, tmp_path / "go").wait()
     state = show(local_target)

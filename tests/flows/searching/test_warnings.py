@@ -219,5 +219,5 @@ def test_a_trial_that_never_saved_says_that_it_goes_on_from_nothing(
     common: dict[str, Any] = {"target": local_target, "experiment": "e", "metric": "loss", "isolation": "thread"}
     scheduler = pt.ASHA(max_t=2, grace_period=1, reduction_factor=2, variant="promotion")
     pt.tune(train_without_saving, {}, num_samples=2, scheduler=scheduler, max_concurrent_trials=1, **common)
-    warning = "no checkpoint was committed: its 1 step is trained again; save, or use ASHA(variant='stopping')"
+    warning = "without a committed checkpoint, 1 step is trained again; save, or use ASHA(variant='stopping')"
     assert warning in caplog.text

@@ -250,7 +250,7 @@ def test_a_trial_that_other_tasks_keep_changing_is_given_up(monkeypatch: pytest.
         raise pt.SaveOvertaken("trial 't' was changed")
 
     monkeypatch.setattr(ownership, "MAX_WRITE_RACES", 3)
-    with pytest.raises(pt.StoreUnavailable, match="tried 3 times: save one trial from one task at a time"):
+    with pytest.raises(pt.StoreUnavailable, match=r"tried 3 times\. Save a trial from one task at a time"):
         ownership.retry_on_conflict(raise_overtaken)
 
 

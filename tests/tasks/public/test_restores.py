@@ -121,7 +121,7 @@ def test_a_run_that_deletes_faster_than_a_download_lasts_is_an_error_that_says_s
     caller.patch.setattr(checkpoints, "MAX_WRITE_RACES", 3)
     caller.save_checkpoint(1)
     save_after_each_read(caller, list(range(2, 9)))
-    with pytest.raises(pt.CheckpointNotFound, match="3 times the trial's run deleted the checkpoint during"):
+    with pytest.raises(pt.CheckpointNotFound, match="run deleted the checkpoint during the download 3 times"):
         caller.restore_checkpoint()
 
 

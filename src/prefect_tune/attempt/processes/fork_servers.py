@@ -5,8 +5,8 @@
            └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
 
 Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-Never: a fork of a template that is unsafe to fork, or that has a hung fork; a wait for an import after `stop` or
-for more than 10 minutes; a template that outlives the pool, unless trials that it has forked still run.
+No trial is forked from a template that is unsafe to fork, or that has a hung fork. No trial waits for an import after
+`stop`, or for more than 10 minutes. No template outlives the pool, unless trials that it has forked still run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from prefect_tune.terminal.live_display import NOTICE
 
 _FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds even on a busy machine
 _SEND_TIMEOUT = timedelta(seconds=60)
-"""The time after which a send fails because the process does not read: the process hangs, or is stopped."""
+"""The time after which a send fails if the process does not read, because it hangs or is stopped."""
 _IMPORT_TIMEOUT = timedelta(minutes=10)  # long enough for PyTorch from a cold network disk
 _NO_WAIT = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
@@ -67,7 +67,7 @@ class ProcessKey:
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the key of a trial with these variables and the present read-once variables of this process."""
-        # A worker's scheduler may change the devices in `os.environ` between trials.
+        # Read them at each call, because a worker's scheduler may change the devices in `os.environ` between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
@@ -83,7 +83,7 @@ class ProcessKey:
 def make_process_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
     """Return a process's environment: `environment`, `temporary` as TMPDIR, and this process's working directory."""
 
-    def to_latin(text: str) -> str:  # one character per byte: a variable or a path may be invalid UTF-8
+    def to_latin(text: str) -> str:  # one character per byte, because a variable or a path may be invalid UTF-8
         return os.fsencode(text).decode("latin-1")
 
     variables = {**make_interpreter_environment(environment), "TMPDIR": str(temporary)}
@@ -97,7 +97,7 @@ def make_process_environment(temporary: Path, environment: Mapping[str, str]) ->
 
 
 class ForkedProcess(SupervisedProcess):
-    """A forked process with its subreaper. All its descendants end with it."""
+    """A forked process with its subreaper. All descendants of the process end with it."""
 
     def __init__(
         self, subreaper: int, status: socket.socket, output: int, connection: Connection | None, resources: ExitStack
@@ -150,14 +150,14 @@ class ForkedProcess(SupervisedProcess):
         with suppress(OSError):  # the process may have just ended
             self._status.shutdown(socket.SHUT_WR)
         if (code := self._wait_for_end(_EXIT_TIMEOUT)) is None:
-            # The pid is not reused: the subreaper still holds the other side of `status`.
+            # The subreaper still holds the other side of `status`, so its pid cannot belong to another process.
             os.kill(self._subreaper, signal.SIGKILL)
             code = self._code = -signal.SIGKILL
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         if self._code is None and (message := read_fork_message(self._status, timeout)) is not None:
-            # `ended <wait status>`; empty if the subreaper was killed: then the process is killed too.
+            # The message is `ended <wait status>`, or empty if the subreaper was killed, and with it the process.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
@@ -196,9 +196,9 @@ class ForkServer:
         return ForkedProcess.fork(self.control, request, channel)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End the fork server: it exits after its forked processes, or is killed after `timeout` (None: never)."""
+        """End the fork server, which exits after its forked processes; kill it after `timeout` (None: never)."""
         if not self._has_requests:
-            self._process.kill()  # the server may still be importing
+            self._process.kill()  # nothing was forked, and the server may still be importing
         self.control.close()
         try:
             self._process.wait(None if timeout is None else timeout.total_seconds())
@@ -208,7 +208,7 @@ class ForkServer:
 
 
 class TemplateProcess:
-    """A process that imports a trainable and then forks its trials. It has a subreaper, like a trial.
+    """A process that imports a trainable, and then forks the trainable's trials. Like a trial, it has a subreaper.
 
     All processes that the import starts end with the template. A template that is unsafe to fork ends before
     `wait_for_import` returns True.
@@ -233,11 +233,11 @@ class TemplateProcess:
         return self._imported.wait(timeout.total_seconds())
 
     def fork(self) -> ForkedProcess | None:
-        """Return a trial's process. Call this only after the import has ended, and if `unsafe_reason` is None."""
+        """Return a trial's process. Call this only after the import has ended, and only if `unsafe_reason` is None."""
         return ForkedProcess.fork(self._control)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End the template: it exits after its forked processes, or is killed after `timeout` (None: never).
+        """End the template, which exits after its forked processes; kill it after `timeout` (None: never).
 
         A template that still imports is killed immediately.
         """
@@ -265,14 +265,14 @@ class TemplateProcess:
 
     def _import_trainable(self, process: ForkedProcess) -> str | None:
         """Import the trainable in `process`; return why trials cannot be forked from it, None if they can."""
-        self._output.start(process.output)  # until the process ends: output of fork handlers must not fill the pipe
+        self._output.start(process.output)  # read until the end, so that output of fork handlers cannot fill the pipe
         request = ImportRequest(
             trainable=self._key.trainable,
             import_path=self._key.import_path,
             environment=make_process_environment(process.make_temporary_directory(), self._key.full_environment),
             supervisor=os.getpid(),
         )
-        with tempfile.TemporaryFile() as file:  # a message has a limited length
+        with tempfile.TemporaryFile() as file:  # because the length of a message is limited
             file.write(request.model_dump_json().encode())
             file.flush()
             file.seek(0)
@@ -294,7 +294,7 @@ _ForkSource: TypeAlias = ForkServer | TemplateProcess
 
 
 def _end_in_background(source: _ForkSource) -> None:
-    """End `source` in a thread: the source exits after the last process that it has forked."""
+    """End `source` in a thread, because the source exits only after the last process that it has forked."""
     threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
@@ -334,7 +334,7 @@ class ForkServers:
             source = self._get_ready_source(key, log, stop, slots)
             try:
                 process = source.fork()
-            except OSError as error:  # such as a running thread, or a limit that the import has lowered
+            except OSError as error:  # for example because of a running thread, or a limit that the import has lowered
                 if isinstance(error, TimeoutError):  # a fork handler hangs, or the server hangs
                     self._discard(source)
                 elif isinstance(source, ForkServer):
@@ -360,7 +360,7 @@ class ForkServers:
             _end_in_background(template) if template.unsafe_reason is None else template.end()
 
     def close(self, *, is_used: bool) -> None:
-        """End the fork server and the templates. If their forked processes are in use, do not wait for them."""
+        """End the fork server and the templates. With `is_used`, do not wait, because forked processes still run."""
         with self._guard:
             self._closed = True
             running: list[_ForkSource] = [*self._templates.values(), *([self._server] if self._server else [])]
@@ -379,7 +379,7 @@ class ForkServers:
             return source
         if source.process is not None:
             self.stop_forking(key, source.unsafe_reason, log)
-        else:  # its fork server is gone: a new fork server may work
+        else:  # the template's fork server is gone, but a new fork server may work
             self._discard(source)
             self._discard(source.server)
         return self._get_server()
@@ -395,7 +395,7 @@ class ForkServers:
     def _discard(self, source: _ForkSource) -> None:
         """Remove and kill a source that is gone or hangs; its forked processes continue.
 
-        If the source is already removed, do nothing: another thread ends it.
+        If the source is already removed, do nothing, because another thread ends it.
         """
         with self._guard:
             keys = [key for key, template in self._templates.items() if template is source]

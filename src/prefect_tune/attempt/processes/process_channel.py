@@ -55,7 +55,7 @@ _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
 # The executors set the variables of a slot; `runtime` sets the variables of a trial's child processes. No value in
-# `AttemptRequest.environment` may be unique to a trial: otherwise no two trials could share an import.
+# `AttemptRequest.environment` may be unique to a trial, because then no two trials could share an import.
 
 # Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
 READ_ONCE_VARIABLES = (
@@ -84,14 +84,14 @@ def make_interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, s
 
 
 def get_interpreter_flags() -> list[str]:
-    """Return the flags of this interpreter, such as `-O` and `-W`, to start another interpreter."""
+    """Return the flags with which this interpreter was started, such as `-O` and `-W`."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # lacks most `-X` options
     options = sys._xoptions.items()  # noqa: SLF001 - it is documented
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
 def make_program_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that starts `module`, with the descriptor, this process's pid and the trials' `sys.argv`."""
+    """Return the command that runs `module` with `descriptor`, this process's pid and the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
     flags = [*get_interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
@@ -111,7 +111,7 @@ class ProcessHandle(Protocol):
     def is_alive(self) -> bool: ...
 
     def end(self) -> ProcessEnd:
-        """End it immediately, and return how it ended."""
+        """End the process immediately, and return how it ended. A thread cannot be killed, so only wait for it."""
 
 
 class TrialChannel:
@@ -208,7 +208,7 @@ class SupervisedProcess(ABC):
         """The descriptor of the pipe that carries the stdout and stderr of the process."""
         self._connection, self._resources = connection, resources
         self.was_killed = False
-        """Whether `stop` killed it because it did not exit in time."""
+        """Whether `stop` killed the process because it did not exit in time."""
         self._temporary_files = ExitStack()
 
     @property
@@ -219,7 +219,7 @@ class SupervisedProcess(ABC):
         return self._connection
 
     def make_temporary_directory(self) -> Path:
-        """Return a new empty directory. Earlier directories stay until `end`: the process may still use them."""
+        """Return a new empty directory. Earlier directories, which may still be used, stay until `end`."""
         return self._temporary_files.enter_context(ScratchDirectory())
 
     def is_alive(self) -> bool:
@@ -229,7 +229,7 @@ class SupervisedProcess(ABC):
         """Wait up to `timeout` (None: no limit) for the exit, then kill the process and its descendants.
 
         Return the exit code; a negative code is the negated number of the signal that killed the process. The temporary
-        files of the process stay: a save may still read them.
+        files of the process stay, because a save may still read them.
         """
         if (code := self._wait_for_end(timeout)) is None:
             self.was_killed = True
@@ -255,7 +255,7 @@ class SupervisedProcess(ABC):
 class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
-    The process ends with its supervisor. All processes of its process group end with it; other descendants continue.
+    The process ends with its supervisor. When it ends, so does its whole process group; other descendants continue.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -313,7 +313,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 # The channels of an attempt, by rank.
 
 PARENT_RANK: Final = -1
-"""The pseudo-rank of the parent process (the trial's own process, if it started ranks), if the parent is not rank 0."""
+"""The pseudo-rank of the trial's own process, if it has started ranks with a launcher and is not rank 0 itself."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
 # Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
@@ -347,7 +347,7 @@ class RankGroup:
         self._pids: dict[int, int] = {}
         """The pids of the ranks that have joined."""
         self.self_exited_ranks: set[int] = set()
-        """The ranks that exited by themselves: at that time, their launcher had not killed any rank."""
+        """The ranks that exited by themselves, before their launcher had killed any rank."""
         self._senders: dict[int, _RankSender] = {}
         self._senders_lock = threading.Lock()
         self._outputs: dict[int, str] = {}
@@ -362,7 +362,7 @@ class RankGroup:
         return PARENT_RANK in self._channels
 
     def is_local(self, rank: int) -> bool:
-        """Return whether the process of a rank is on this machine: one of the first ranks, or one of a launcher."""
+        """Return whether a rank's process is on this machine, as are all ranks of a launcher."""
         return rank < self._local_rank_count
 
     @property
@@ -387,7 +387,7 @@ class RankGroup:
             self._messages_for_joiners.append(message)
 
     def receive(self, timeout: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None after `timeout`. A `RankJoined` is already answered.
+        """Return the next message with its rank; None after `timeout`. A returned `RankJoined` is already answered.
 
         Raises:
             RankLostError: a rank is gone, and all its messages have been received; or the rank wrote invalid bytes.
@@ -474,7 +474,7 @@ class RankGroup:
 
     @property
     def missing_ranks(self) -> Sequence[int]:
-        """The ranks of a launcher that have not joined; empty until the first one has joined."""
+        """The ranks of a launcher that have not joined; empty until the first rank has joined."""
         return [rank for rank in range(self.world_size) if rank not in self._channels] if self._joins else []
 
     def close(self) -> None:
@@ -484,7 +484,7 @@ class RankGroup:
 
 
 class _RankSender:
-    """Sends queued messages to a rank in a thread: a full pipe blocks only this thread. `None` ends the thread."""
+    """Sends queued messages to a rank from a thread; a full pipe blocks only the thread. `None` ends the thread."""
 
     def __init__(self, channel: TrialChannel) -> None:
         self._messages: SimpleQueue[ToTrial | None] = SimpleQueue()
@@ -503,7 +503,7 @@ class _JoinedRank:
         self._pid = pid
 
     def is_alive(self) -> bool:
-        return True  # the end of its connection shows when the process is gone
+        return True  # `receive` finds out by the closed connection when the process is gone
 
     def end(self) -> ProcessEnd:
         return ProcessEnd(reason=make_reason("rank-vanished", process=self._pid))
@@ -599,7 +599,7 @@ def open_rank_group(
         start = start.model_copy(update={"rank": start.rank.model_copy(update={"variables": variables})})
         directory = resources.enter_context(ScratchDirectory())
         joins = None
-        with suppress(OSError):  # this file system may not support sockets: then no launcher's ranks can join
+        with suppress(OSError):  # on a file system without sockets, the ranks of a launcher cannot join
             joins = _JoinSocket(directory)
             resources.callback(joins.close)
             joins.start = start = start.model_copy(update={"rank_socket": str(directory / "ranks")})

@@ -30,7 +30,7 @@ _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
 
 
 class TrialLog(logging.LoggerAdapter[logging.Logger]):
-    """A log that prefixes each message with `subject`, such as the trial: the log of a flow run has many trials."""
+    """A log that prefixes each message with `subject`, such as the trial, because a flow run's log has many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
         super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
@@ -48,7 +48,7 @@ def make_rank_log(log: Log, rank: int) -> TrialLog:
 
 
 class WaitLog:
-    """Logs that a wait continues, with its duration: after `first_delay` (10 s), then at growing intervals."""
+    """Logs what is waited for and how long so far: first after `first_delay` (10 s), then at growing intervals."""
 
     def __init__(self, log: Log, activity: str, first_delay: timedelta = _FIRST_NOTE_DELAY) -> None:
         self._log, self._activity = log, activity
@@ -65,9 +65,9 @@ class WaitLog:
 class TrialOutput:
     """Logs the lines that arrive on a descriptor until `stop`. Logs only the last state of a progress bar.
 
-    Of a longer line, the first 65,536 characters are logged as soon as they have arrived, and the rest is dropped. So
-    an endless line takes little memory. Prefect's log takes about a millisecond per line, and the process waits for it.
-    So after a burst of 1,000 lines, further lines are dropped and counted.
+    The first 65,536 characters of a line are logged as soon as they have arrived, and the rest is dropped, so that an
+    endless line takes little memory. Prefect takes about a millisecond to log a line, and the process that prints must
+    wait. So after a burst of 1,000 lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
@@ -82,9 +82,9 @@ class TrialOutput:
         self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Start a thread that logs the output. It runs in the caller's context, which determines the log's server."""
+        """Start a thread that logs the output, in the caller's context, which determines the Prefect server."""
         stop_reader, self._stop_pipe = os.pipe()
-        # The thread owns a duplicate: if the thread ends late, the descriptor is not reused for another file.
+        # The thread owns a duplicate, which the system cannot reuse for another file before the thread ends.
         self._source = os.dup(descriptor)
         work = (self._log_output, self._source, stop_reader)
         self._reader = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
@@ -151,14 +151,14 @@ def _count_readable_bytes(pipe: int) -> int:
     return int(count)
 
 
-# Split output into the lines that a terminal shows in the end: of a progress bar, only its last state.
+# Split output into the lines that a terminal finally shows; a progress bar leaves only its last state.
 #
-# A bar overwrites its line: "\r", then the new state. Each further bar moves the cursor down, writes its state, and
-# moves back up: "\n\r", the state, "\x1b[A". So a line is kept while a bar above the cursor may return to the line.
+# A bar overwrites its line with "\r" and the new state. Each further bar moves the cursor down, writes its state, and
+# moves back up: "\n\r", the state, "\x1b[A". So a line is kept while the cursor may still be moved up to the line.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
-_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # a new state of the bar is before or after it
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored, because a new state of the bar comes before or after it
 _PARTIAL_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
 _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more than a million bytes
 _MAX_ROWS = 50

@@ -4,9 +4,9 @@
     forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
     started, where trials are not forked (`SpawnedProcess`) ◄────────────────────────────────────┘
 
-If a fork does not begin its trial within 60 s, a process without the import replaces it, and its template forks no
-more. Never: a function in a reused process; a trial in a process in which another trial failed or was interrupted; more
-idle processes than free slots; a wait for an import after `stop`.
+If a fork does not begin its trial within 60 s, a process without the import replaces it, and the template forks no more
+trials. No function is trained in a reused process, and no process in which a trial failed or was interrupted is reused.
+There are never more idle processes than free slots. No trial waits for an import after `stop`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from prefect_tune.terminal.formatting import append_last_output
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _START_TIMEOUT = timedelta(seconds=60)
-"""A fork begins its trial in milliseconds, unless it inherited a locked lock."""
+"""A fork begins its trial in milliseconds, unless it has inherited a lock that another thread held."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
-"""How long a pool stays after its last attempt: this worker may get the next attempt of the same search."""
+"""How long a pool stays after its last attempt, because this worker may get the search's next attempt."""
 _NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='never', its import is unsafe to fork"
 
 
@@ -86,7 +86,7 @@ class TrialProcessPool:
         self.fork_servers.close(is_used=is_used)
 
     def end_idle_processes(self, *, keep_count: int = 0) -> None:
-        """End the processes that are idle longest, until at most `keep_count` processes are idle or in use."""
+        """End the processes that have been idle longest, until at most `keep_count` processes are idle or in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
@@ -105,13 +105,13 @@ class TrialProcessPool:
     ) -> Iterator[TrialChannel]:
         """Open the channel to a process for one attempt. At the end of the block, keep or end the process.
 
-        On Linux all descendants of the process end with it, in any session, even if this process or the trial's process
-        is killed. On other systems only the descendants in its process group do.
+        On Linux, all descendants of the trial's process end with it, also in other sessions, even if that process or
+        its supervisor is killed. On other systems, only the descendants in its process group do.
 
         Args:
             log: receives the output of the process, in the caller's context.
             environment: variables of this trial, which extend and override this process's environment.
-            stop: ends the wait for the import of the trainable's module: then the trial's process imports the module.
+            stop: ends the wait for a shared import of the trainable's module; the trial's process then imports it.
 
         Raises:
             OSError: the process could not be created, for example for lack of memory or process ids.
@@ -204,7 +204,7 @@ class _PooledProcess:
 
 
 def _end_idle_processes(processes: Sequence[_PooledProcess]) -> None:
-    """Let all processes exit in parallel: each may take time to clean up. Kill the remaining processes after 5 s."""
+    """Let all processes exit in parallel, because each may take time to clean up. Kill those left after 5 s."""
     for idle in processes:
         idle.process.connection.close()
     deadline = Deadline.after(_EXIT_TIMEOUT)
@@ -268,7 +268,7 @@ class _PooledChannel(TrialChannel):
             self._wait_log = None
         elif not self.has_started and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:
             reason = f"did not begin its trial within {_START_TIMEOUT.total_seconds():g} s"
-            why_unsafe = f"a process that was forked after it {reason}"
+            why_unsafe = f"a process that was forked after the import {reason}"
             self._pool.fork_servers.stop_forking(self._request.key, why_unsafe, self._request.log)
             self._replace_process(reason, has_deadline=False)
         elif self._wait_log is not None:
@@ -292,9 +292,9 @@ class _PooledChannel(TrialChannel):
             self._pooled.process.end()
 
     def _replace_process(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
-        """Use a new process: the old process declined the trial, was killed, failed or hung before its first report.
+        """Use a new process, because the old one declined the trial, was killed, failed or hung before a report.
 
-        An earlier trial may have caused the failure: some settings can be made only once in a process.
+        An earlier trial may have caused the failure, because some settings can be made only once in a process.
         """
         end, request = self._pooled.end(), self._request
         if reason or end.exit_code != 0:
@@ -325,7 +325,7 @@ _pools: dict[Hashable, _SharedPool] = {}
 
 @contextmanager
 def shared_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
-    """Yield the pool that the attempts of a search share in this process. It stays for 30 s after the last attempt.
+    """Yield the pool that a search's attempts share in this process; it stays for 30 s after the last attempt.
 
     Idle pools of other searches are closed immediately, since their processes may hold GPU memory.
     """

@@ -1,8 +1,8 @@
 """Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest.
 
 The idea: a checkpoint exists when its manifest exists, and a manifest is created once, only if its name is free. All
-earlier steps only prepare the manifest. So at any point a process may die, and a request may be repeated or lose its
-reply: the result is either no checkpoint or a complete one.
+earlier steps only prepare the manifest. So whenever a process dies, a request is repeated, or a reply is lost, the
+result is either no checkpoint or a complete one.
 
     files ─▶ pieces ─▶ groups ─▶ blobs        put in parallel; the name holds the content's digest and the sequence
                                  read back    some reused blobs, in rotation (`Reverification`)
@@ -10,7 +10,7 @@ reply: the result is either no checkpoint or a complete one.
                                  manifest     created only if absent: the commit
     then, elsewhere              entry        the journal names the checkpoint: only then do readers use it
                                               (`attempt/commit_worker.py`)
-    after it                     acknowledged to the trial: from now on the checkpoint is never lost
+    after the entry              the trial is told; from now on, the checkpoint is never lost
 
 If the owner dies between manifest and entry, the next owner adopts the checkpoint (`core/restore.py`). A manifest that
 a superseded owner creates is never used.
@@ -22,7 +22,7 @@ Why it is safe:
 - The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
 - After a lost reply, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
 
-Never: create a manifest before all its blobs were seen on the target; create a second one of that name; replace a blob.
+Never: create a manifest before all its blobs were seen on the target; create a manifest twice; replace a blob.
 
 If several nodes train a trial, each node sends its own files, and one manifest names them all.
 
@@ -32,9 +32,9 @@ If several nodes train a trial, each node sends its own files, and one manifest 
 
 A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. A part names the attempt, the owner's
 term, the step and the sequence of the save. Node 0 sends these values when it requests the parts, after the previous
-commit. No garbage collection deletes a blob of that sequence before the next retirement, which node 0 itself writes.
+commit. No garbage collection deletes a blob of this sequence before the next retirement, which node 0 itself writes.
 
-Never: create a manifest before the last part; use a part of another attempt, owner or save, or with unseen blobs.
+Never: create a manifest before the last part; use a part with unseen blobs, or of another attempt, owner or save.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _ChunkLocation:
 class ReusableBytes:
     """Bytes that are already on the target and cannot be garbage-collected during this save.
 
-    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are complete blobs of live checkpoints
-    or of an interrupted save; `sizes` is the listing that contains them.
+    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are whole blobs of live checkpoints or
+    of an interrupted save. `sizes` has the listed size of each blob of the trial, by path.
     """
 
     chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
@@ -110,12 +110,12 @@ class SaveResult:
     manifest: Manifest
     sent_bytes: int
     damaged_blobs: Mapping[str, str] = field(default_factory=dict)
-    """The damage of each damaged blob, by path. These blobs are not reused: their bytes were sent again."""
+    """The damage of each damaged blob, by path. These blobs are not reused; their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob, if one was sent."""
+    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob that was sent."""
 
     chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
@@ -127,8 +127,8 @@ def find_reusable_bytes(
     """Return the bytes that the next save of `trial` need not send again.
 
     A blob may be reused if a live checkpoint (`parent`) refers to it, or if it was first written after the last
-    retirement (sequence `collected_up_to`). Older unreferenced blobs are never reused: they may be deleted at any
-    time, even by a process that was believed dead.
+    retirement (sequence `collected_up_to`). Older unreferenced blobs are never reused, because they may be deleted at
+    any time, even by a process that was believed dead.
 
     A chunk is reused only if the listing shows its blob at full size; otherwise the chunk is sent again. The blobs of a
     clone belong to another trial, so they are not in this trial's listing, and later saves do not reuse them.
@@ -172,7 +172,7 @@ def commit_checkpoint(
         InvalidInput: `metadata` holds a value that JSON cannot represent; nothing was sent.
         AlreadyCommitted: the key holds a checkpoint of another write.
         CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
-        StoreUnavailable: not committed; the next try reuses the blobs that were sent.
+        StoreUnavailable: the checkpoint is not committed; the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to during the commit.
     """
     _, metadata = seal_and_read_back(metadata)
@@ -186,7 +186,7 @@ def commit_checkpoint(
         verified_reads = store.map(lambda read: verify_range(store, manifest, read), due_reads)
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
-        # Do not reuse complete blobs either: they were not read back.
+        # Pass no whole blobs for reuse, because a whole blob that matches only now was not read back.
         valid = ReusableBytes({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
         affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
         replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))
@@ -213,7 +213,7 @@ def _store_group(
         source.read_into(piece, chunk)
         digest = hash_bytes(chunk)
         if location := reuse.chunks.get(digest):
-            chunks.append((piece, digest, location))  # the next chunk overwrites it in the buffer
+            chunks.append((piece, digest, location))  # the next chunk overwrites this one in the buffer
         else:
             new_chunks.append((piece, digest, end))
             end += piece.length
@@ -235,7 +235,7 @@ def _collect_sent_sizes(groups: Iterable[_StoredGroup]) -> dict[str, int]:
 
 
 def require_blobs_stored(store: ObjectStore, folder: str, uploaded: Mapping[str, int]) -> None:
-    """Require that every uploaded blob in `folder` has its full size: a successful reply of the client is no proof.
+    """Require that every uploaded blob in `folder` has its full size, since a client's report of success is no proof.
 
     Raises:
         StoreUnavailable: a blob is missing or truncated.
@@ -244,7 +244,7 @@ def require_blobs_stored(store: ObjectStore, folder: str, uploaded: Mapping[str,
         return
     listed_sizes = {listed.path: listed.size_bytes for listed in store.list(folder)}
     for path, size_bytes in uploaded.items():
-        # A listing may be stale: check the object itself before reporting it as missing.
+        # A listing may be stale, so check the blob itself before reporting it as missing.
         stored = listed_sizes.get(path)
         if stored != size_bytes and (stored := store.size(path)) != size_bytes:
             raise StoreUnavailable(
@@ -254,7 +254,7 @@ def require_blobs_stored(store: ObjectStore, folder: str, uploaded: Mapping[str,
 
 
 def _make_layout_fields(key: CheckpointKey, source: StagedDirectory, groups: Iterable[_StoredGroup]) -> dict[str, Any]:
-    """Return the fields of `FileLayout`."""
+    """Return the fields of the `FileLayout`: the checkpoint's key, the blobs, and the files with their chunks."""
     blob_index: dict[str, int] = {}
     refs: list[BlobRef] = []
     chunks_of_file: dict[int, list[tuple[int, ChunkRef]]] = {}
@@ -279,11 +279,11 @@ def make_key_fields(key: CheckpointKey) -> dict[str, Any]:
 
 
 def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest) -> Manifest:
-    """Create the manifest of `key`, which is the commit, and return the manifest that is stored.
+    """Commit: create the manifest of `key`, and return the stored manifest, which may be from an earlier try.
 
     Raises:
         AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote, and could not be read back.
+        CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
     """
     try:
         create_idempotently(store, key.manifest_path, seal(manifest))
@@ -297,10 +297,10 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
 
 # Read each reused blob back once in a fixed number of commits, so that no blob is reused forever on its size alone.
 #
-# A listing shows a blob's existence and size, not its bytes: a blob damaged on the target would damage every later
+# A listing shows a blob's existence and size, not its bytes, so a blob damaged on the target would damage every later
 # checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
-# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses.
-# It also verifies all other reused blobs, which are from an interrupted save or hold older content, now saved again.
+# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses,
+# and all other reused blobs: those of an interrupted save, and those with older content that is saved again.
 
 _HASH_DIGITS = 8
 
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due; no blob that this save or its earlier try sent is due."""
+    """Return the reads of the reused blobs that are due. Blobs that this save or its earlier try sent are never due."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -343,9 +343,9 @@ def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: 
 
 
 def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> FailedBlob | None:
-    """Read the chunks of one request back; return None if all chunks match their digests.
+    """Read the chunks of one request back; return None if all chunks match their digests, otherwise the failed blob.
 
-    A blob that cannot be read is not reused either: its bytes are sent again, with the usual writes of a commit.
+    A blob that cannot be read is not reused either; the commit sends its bytes again.
 
     Raises:
         DeadlineExceeded: no time is left to send the bytes again.
@@ -384,7 +384,7 @@ class ExpectedParts:
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]
-    """Called when node 0 has sent its files. Returns a function that waits briefly; False means that time is up."""
+    """Called when node 0 has sent its files. Returns a function that waits briefly and returns whether time is left."""
     get_lost_nodes: Callable[[], Mapping[int, Reason]]
     """Returns the lost nodes, each with the reason."""
 
@@ -394,7 +394,7 @@ PartSender: TypeAlias = tuple[NodesKey, int, int]
 
 
 def send_files(store: ObjectStore, key: CheckpointKey, source: StagedDirectory, reuse: ReusableBytes) -> dict[str, Any]:
-    """Send a node's files of the checkpoint `key`; return the fields of their `FileLayout`. Commits nothing.
+    """Send a node's files of the checkpoint `key`; return the fields of their `FileLayout`. Commit nothing.
 
     Raises:
         StoreUnavailable: not all bytes are on the target.
@@ -483,8 +483,8 @@ def _add_parts_to_manifest(manifest: Manifest, parts: Sequence[StoredPart]) -> M
             node, other = files[file.path]
             if _list_chunk_digests(other) != _list_chunk_digests(file):
                 raise InvalidInput(
-                    f"{file.path}: nodes {node} and {part.node} saved different files of this name: save it on one "
-                    "rank only, or put pt.get_trial().rank into the name"
+                    f"{file.path}: nodes {node} and {part.node} saved different files of this name: save the file on "
+                    "one rank only, or put pt.get_trial().rank into the name"
                 )
     merged = dict(manifest) | {  # a shallow copy
         "blobs": tuple(blobs),

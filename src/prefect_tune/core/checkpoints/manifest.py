@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint (creating it is the commit), verified reads of its blobs, and user metadata."""
+"""The manifest of a checkpoint (its creation is the commit), verified reads of the blobs, and user metadata."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class StagedDirectory(Protocol):
     def require_unchanged(self) -> None:
         """Raise `StagedFilesChanged` if a file was written, added, replaced or removed since the listing.
 
-        If it raises no error, all reads saw the same state.
+        If this raises no error, all reads saw the same state of the directory.
         """
 
 
 def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> Iterator[FileRange]:
-    """Split every file into pieces of at most `chunk_bytes`; an empty file has none."""
+    """Split every file into pieces of at most `chunk_bytes`; an empty file has no pieces."""
     for index, file in enumerate(files):
         for offset in range(0, file.size_bytes, chunk_bytes):
             yield FileRange(index, offset, min(chunk_bytes, file.size_bytes - offset))
@@ -163,7 +163,7 @@ class CheckpointMetadata(Value):
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     trained_seconds: float = 0.0
     reports: tuple[StepReport, ...] = ()
-    """The reports that were not journaled when the save began; an owner that adopts the save journals them."""
+    """The reports that were not journaled when the save began; an owner that adopts the checkpoint journals them."""
 
 
 class FileLayout(Value):
@@ -233,7 +233,7 @@ class FileSink(Protocol):
     """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Write verified bytes at `offset` of file number `file` of the manifest."""
+        """Write verified bytes at `offset` into the file that has the number `file` in the manifest."""
 
 
 class NullSink:
@@ -292,7 +292,7 @@ def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
 
 
 def fetch_chunks(store: ObjectStore, manifest: Manifest, read: RangeRead, sink: FileSink) -> None:
-    """Verify the chunks of one request, and write them to `sink`.
+    """Read the chunks of one request, verify them, and write them to `sink`.
 
     After a mismatch the bytes are read a second time, so that a transmission error is not reported as damage.
 
@@ -330,8 +330,8 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
 
 # User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.
 #
-# The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists:
-# otherwise a slow writer could create a version with a freed number, and its change would be lost.
+# The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists,
+# because otherwise a slow writer could create a version with a freed number, and its change would be lost.
 
 _MAX_TRIES = 1000  # a try fails only if another writer succeeds; the store's timeout ends the loop earlier
 
@@ -347,7 +347,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return `metadata` in the form that a reader of its JSON will see.
 
     Raises:
-        InvalidInput: JSON cannot represent it (an object, a NaN, a cycle, a lone surrogate).
+        InvalidInput: JSON cannot represent a value in `metadata` (an object, a NaN, a cycle, a lone surrogate).
     """
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
@@ -359,7 +359,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return the newest version in `folder`; None if there is none. Raise `CheckpointCorrupt` if it is altered."""
+    """Return the newest metadata in `folder`, None if there is none. Raise `CheckpointCorrupt` for altered metadata."""
     newest = _read_newest_version(store, folder)
     return dict(newest[1].metadata) if newest else None
 
@@ -374,7 +374,7 @@ def update_metadata(
 ) -> dict[str, object]:
     """Add and return a version: the result of `change` for the newest version, or for `initial` if there is none.
 
-    When two writers race, no change is lost: the second change is applied to the result of the first. `change` may
+    If two writers race, the second change is applied to the result of the first, so no change is lost. `change` may
     be called several times, and must be idempotent.
 
     Raises:
@@ -395,7 +395,7 @@ def update_metadata(
         except CommitUnknown as outcome:
             if first_error:
                 raise
-            first_error = outcome  # write the same number again: both writes hold the same version
+            first_error = outcome  # write this number again, since both writes hold the same version
         else:
             return dict(revision.metadata)
     raise StoreUnavailable(f"{folder}: {_MAX_TRIES} other writers were faster; try again")
@@ -404,7 +404,7 @@ def update_metadata(
 def _read_newest_version(store: ObjectStore, folder: str) -> tuple[int, _MetadataVersion] | None:
     number = max((document_number(folder, listed.path) or 0 for listed in store.list(folder)), default=0)
     newest = read_sealed(store, _MetadataVersion, document_path(folder, number), CheckpointCorrupt) if number else None
-    # A listing may be older than the store.
+    # A listing may be stale, so look for later versions.
     while later := read_sealed(store, _MetadataVersion, document_path(folder, number + 1), CheckpointCorrupt):
         number, newest = number + 1, later
     return (number, newest) if newest else None

@@ -2,15 +2,15 @@
 
     slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
-A run lasts from its takeover to its last sign of life: a freed slot, or its live status if the run was killed.
+A run lasts from its takeover to its last sign of life, which is a freed slot, or the live status of a killed run.
 An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
 begins is "start", and the time after its last entry is "ending". If an attempt recorded no end, it lasts until the last
 sign of life of its run, or until the trial's next attempt; its training after the last commit is lost. The rest of the
 slots' time is idle. If an attempt outlives its search, the time between the runs counts too.
 
 Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
-(`run_clock_now`). Only the begin of an attempt that was lost or ran on another machine may come from another clock. It
-is moved to the nearest time in the slot or the run, and `is_begin_clamped` is then true.
+(`run_clock_now`). Only the begin of an attempt that was lost or ran on another machine may come from another clock. If
+this begin is outside the slot or run, it is moved to the nearest time inside, and `is_begin_clamped` is true.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect_tune.core.values import parse_time
 
 
 class CostCategory(StrEnum):
-    """What a second of a slot was used for; `meaning` explains it to users."""
+    """What a second of a slot was used for; `meaning` explains the category to users."""
 
     meaning: str
 
@@ -67,13 +67,13 @@ class AttemptCost:
     trial: str
     attempt: int
     began_at: datetime
-    """When it got its slot; if that is unknown, when it began."""
+    """When the attempt got its slot; if this is unknown, when the attempt began."""
     seconds: Mapping[CostCategory, float]
     """The seconds of each category except idle."""
     usage: AttemptUsage | None
     """The processor and memory usage of the attempt; None if it is running or was lost."""
     is_begin_clamped: bool = False
-    """Whether it began, by another clock, outside its slot or run: `began_at` is then the nearest time inside."""
+    """Whether it began outside its slot or run, by another clock; then `began_at` is the nearest time inside."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
@@ -82,7 +82,7 @@ class AttemptCost:
 
     @property
     def total_seconds(self) -> float:
-        """The number of seconds for which it held its slot."""
+        """The number of seconds for which the attempt held its slot."""
         return sum(self.seconds.values())
 
 
@@ -93,7 +93,7 @@ class RunCost:
     began_at: datetime
     seconds: float
     slots: int | None
-    """The number of slots; None if unlimited: then only used slots count, and no slot is idle."""
+    """The number of slots; None if unlimited. Then only used slots count, and no slot is idle."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -163,7 +163,7 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
 
 @dataclass(frozen=True, slots=True)
 class _RunSpan:
-    """The begin and end of a run, by its own clock."""
+    """The begin and end of a run, by the clock of this run."""
 
     term: int
     begin: datetime
@@ -191,13 +191,13 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
 
 
 def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run with the attempt's term; if there is none, of the run at the time `began`."""
+    """Return the index of the run with the attempt's term; if there is none, the index of the run at `began`."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
 
 def _clamp_begin(runs: Sequence[_RunSpan], index: int, began: datetime) -> datetime:
-    """Return when an attempt began: not before its run began, and not after the next run began.
+    """Return `began`, moved so that it is not before the attempt's run began, and not after the next run began.
 
     The times may come from different clocks. An attempt of the user's own flow has no slot, and keeps its time.
     """
@@ -223,7 +223,7 @@ def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime)
         if slot_at is not None and not outlives_run:
             first = slot_at
         elif slot_at is not None and record.usage is not None:
-            # The slot belongs to the last run, and the attempt measured all of its own time.
+            # The slot belongs to the last run, but the attempt measured its whole time: count back from the slot's end.
             first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
             first = _clamp_begin(runs, _find_run_index(runs, record, began), began) if runs else began
@@ -261,7 +261,7 @@ def _compute_slot_end(
         return measured_end
     run = runs[_find_run_index(runs, record, began or first)]
     if run.slots is None:
-        return measured_end  # in the user's own flow
+        return measured_end  # an attempt of the user's own flow has no slot
     is_same_run = following is not None and following.term == record.term
     next_began = parse_time(following.began_at or "") if following is not None and is_same_run else None
     return max(measured_end, min(run.end, next_began or run.end))
@@ -275,7 +275,7 @@ def _categorize_seconds(
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[CostCategory.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # set by a commit; without one, the end of its start is unknown
+    has_trained = record.seconds.start > 0  # set by a commit; without a commit, the end of the start is unknown
     if record.usage is not None:
         rest_category = CostCategory.ENDING
     elif not has_trained:
@@ -302,7 +302,7 @@ def _sum_busy_seconds(run: RunCost, attempts: Sequence[AttemptCost]) -> float:
 
 MAX_LISTED_LOSSES = 3
 _MIN_LISTED_SHARE = 0.005
-"""Smaller shares would be printed as 0 %, and are not listed."""
+"""Smaller shares are not listed, since they would be printed as 0 %."""
 
 
 def format_cost(cost: ExperimentCost) -> str:

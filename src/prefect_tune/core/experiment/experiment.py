@@ -58,7 +58,7 @@ from prefect_tune.core.values import Digest, StepReport, Value
 class TrialMap(Mapping[str, Trial]):
     """Immutable trials by name, in the order in which they were added.
 
-    A changed copy shares the unchanged trials: the cost of a change does not depend on the number of trials.
+    A changed copy shares the unchanged trials, so the cost of a change does not depend on the number of trials.
     """
 
     _numbers: HashTrieMap[str, int]
@@ -125,7 +125,7 @@ class Experiment(Value):
     term: int = 0
     owner: Owner | None = None
     owner_since_entry: int = 0
-    """The number of the entry whose `OwnerChanged` made this owner the owner; 0 without an owner."""
+    """The number of the entry whose `OwnerChanged` named the present owner; 0 without an owner."""
     last_adopting_term: int = 0
     """The last term whose owner adopted the unjournaled saves of the previous owner."""
     settings: Mapping[str, object] = Field(default_factory=dict)
@@ -133,11 +133,11 @@ class Experiment(Value):
     extensions: Mapping[str, int] = Field(default_factory=dict)
     """The number of samples that each run added, in the order of the runs; see `ExperimentConfigured.extensions`."""
     origin: ForkOrigin | None = None
-    """The journal entry from which it was forked; None if it is not a fork."""
+    """The journal entry from which the experiment was forked; None if it is not a fork."""
     is_complete: bool = True
-    """Whether the fork is complete; an incomplete fork cannot be resumed."""
+    """False while the experiment is an incomplete fork, which cannot be resumed."""
     is_being_deleted: bool = False
-    """Whether its deletion has started."""
+    """Whether the deletion of the experiment has started."""
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
     """The experiments from which its search warm-starts, each with the number of the entry that holds its trials."""
     warm_start_locations: tuple[str, ...] = ()
@@ -189,10 +189,10 @@ def apply_entry(
     `apply_one` applies each event; by default, `apply_event` does.
 
     Raises:
-        JournalCorrupt: the entry does not follow the last one, or one of its events is impossible.
+        JournalCorrupt: the entry does not follow the last entry, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # write access to the target gives no right to end another user's trial
+    if entry.writer == "non-owner":  # write access alone must not let anyone end another user's trial
         misplaced = [
             event.type
             for event in entry.events
@@ -280,7 +280,7 @@ def _apply_owner_change(experiment: Experiment, event: OwnerChanged, number: int
 def _apply_fork_event(experiment: Experiment, event: ExperimentForked) -> Experiment:
     if event.trials is None:
         if experiment.trials or experiment.origin is not None:
-            raise IllegalTransition(f"cannot become a fork of {event.origin}: it already has trials or an origin")
+            raise IllegalTransition(f"a fork of {event.origin} must be new, but it already has trials or an origin")
         return experiment.model_copy(update={"origin": event.origin, "is_complete": False})
     for name, forked in event.trials.items():
         experiment = _replace_trial(experiment, apply_fork(_require_trial(experiment, name), forked))
@@ -368,10 +368,10 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced; each of its clones is listed in the trial that was cloned.
+    """Return the trials with `trial` replaced, and with each of its clones listed in the trial that was cloned.
 
     Raises:
-        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so they may have been deleted.
+        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so the bytes may have been deleted.
     """
     before, trials = trials.get(trial.id), trials.with_trial(trial)
     live, quarantined = trial.checkpoints, trial.quarantined_checkpoints
@@ -388,7 +388,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
         if source is None or (clone.step, clone.sequence) not in {(ref.step, ref.sequence) for ref in refs}:
             raise IllegalTransition(
                 f"trial {trial.id!r}: cannot clone step {clone.step} (sequence {clone.sequence}) of trial "
-                f"{origin!r}: it is no longer a checkpoint"
+                f"{origin!r}, because it is no longer a checkpoint"
             )
         trials = trials.with_trial(source.model_copy(update={"clones": (*source.clones, clone)}))
     return trials

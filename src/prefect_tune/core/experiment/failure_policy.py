@@ -1,4 +1,4 @@
-"""Failure policy: two retry budgets, and the quarantine of checkpoints that crash each attempt."""
+"""Failure policy: two retry budgets, and the quarantine of a checkpoint from which every attempt crashes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EndRun:
 
 @dataclass(frozen=True, slots=True)
 class FailTrial:
-    """End the trial as errored: its retry budget is spent."""
+    """End the trial as errored, because its retry budget is spent, or because its failure is never retried."""
 
     reason: Reason
 
@@ -104,7 +104,7 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     None if a trial has reported a second step or completed, or if an error differs. None also while a trial that began
     before the third error still trains its first step.
     """
-    from prefect_tune.core.experiment.trial_transitions import Phase  # late: flows import this without the journal
+    from prefect_tune.core.experiment.trial_transitions import Phase  # late, so that flows import no journal
 
     started = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in started if trial.phase is Phase.ERRORED]
@@ -120,15 +120,15 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
 
 
 def _last_activity_time(trial: Trial) -> datetime:
-    """Return when the last attempt of a trial ended; if the attempt has not reported a step yet, when it began."""
+    """Return the last known time of a trial's last attempt: when it began, plus the seconds that it has measured."""
     record = trial.attempt_records[-1]
     return (parse_time(record.began_at or "") or _UNKNOWN_TIME) + timedelta(seconds=record.seconds.total)
 
 
 def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
-    """Return whether a waiting trial had more machine failures than `policy` allows.
+    """Return whether a waiting trial has had more machine failures than `policy` allows.
 
-    This happens if the last run ended before giving up the trial, for example because the target was unavailable.
+    This happens if the last run ended before it ended the trial, for example because the target was unavailable.
     """
     return trial.cause is Cause.MACHINE and _no_retry_reason(trial, Cause.MACHINE, policy) is not None
 
@@ -137,7 +137,7 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
     True after an error of the import or the stop criterion, which the user may have fixed, and after too many machine
-    failures. False if the trial's last owner vanished: otherwise, a trial that crashes its machine each time would be
+    failures. False if the last owner vanished, because otherwise a trial that crashes its machine each time would be
     retried forever, and the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):

@@ -2,7 +2,7 @@
 
 The entry that journals a new checkpoint also names the checkpoints that it retires; their bytes are deleted afterwards.
 So a process that crashes in between leaves unneeded objects, but never a checkpoint without its bytes. Maintenance
-applies the same policy to ended trials. The newest checkpoint is always kept: the next attempt starts from it.
+applies the same rules to ended trials. The newest checkpoint is always kept, since the next attempt starts from it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Positive = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
 class Cadence(Value):
     """When a class trainable saves: as soon as one of these conditions is met.
 
-    It also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves whenever it
-    reports a checkpoint; with `report_step` or the integrations' callbacks it saves like a class trainable.
+    The class also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves when
+    it reports a checkpoint; with `report_step` or the integrations' callbacks, it saves like a class trainable.
 
     ```python
     checkpoint = pt.Cadence(every_steps=10)
@@ -99,7 +99,7 @@ def find_sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Reten
     """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
     if policy.keeps_all:
         return ()
-    from prefect_tune.core.experiment.summary import rank_checkpoints  # late: flows import this without the journal
+    from prefect_tune.core.experiment.summary import rank_checkpoints  # late, so that flows import no journal
 
     kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
     kept |= {ref.sequence for ref in checkpoints if policy.every and ref.step % policy.every == 0}
@@ -121,8 +121,8 @@ def find_quarantined_to_retire(
 ) -> Sequence[CheckpointRef]:
     """Return the quarantined checkpoints that `policy` would retire if they were among the live `checkpoints`.
 
-    A quarantined checkpoint may be undamaged, and be reinstated. So it is retired only if `policy.last` newer live
-    checkpoints exist; without `last`, one is enough.
+    A quarantined checkpoint may be undamaged, and may be reinstated. So it is retired only if `policy.last` newer live
+    checkpoints exist; without `last`, one newer live checkpoint is enough.
     """
     if policy.keeps_all or len(checkpoints) < (policy.last or 1):
         return []

@@ -37,13 +37,13 @@ RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(s
 
 
 class Stopper(NamedOptions, RenamedMembers, ABC):
-    """Stops a trial. A stopper has no state: it gets all reports of the trial, oldest first."""
+    """Stops a trial. A stopper needs no state, because it gets all reports of the trial, oldest first."""
 
     _renamed: ClassVar[Mapping[str, str]] = {"why_stop": "stop_reason", "looks_back": "needs_history"}
 
     @property
     def needs_history(self) -> bool:
-        """Whether it needs more than the last report; if no stopper does, a resume reads less."""
+        """Whether the stopper needs more than the last report; if no stopper does, a resume reads less."""
         return True
 
     @property
@@ -136,7 +136,7 @@ class MaxTime(Stopper):
 class Plateau(Stopper):
     """Stop when the last `reports` values of `metric` have a standard deviation of at most `std`; see `MaxSteps`.
 
-    Like Ray's TrialPlateauStopper: it never stops a trial before `grace` reports.
+    Like Ray's TrialPlateauStopper, it never stops a trial before `grace` reports.
     """
 
     metric: str = field(metadata={"example": "loss"})
@@ -255,7 +255,7 @@ def _as_timedelta(value: object, where: str) -> timedelta:
 
 
 def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
-    """Return the stopper's limits by metric: it stops at or above a limit. `step` means the step's number."""
+    """Return the limits by metric; the stopper stops at or above a limit. `step` means the step's number."""
     if isinstance(stopper, AnyOf):
         return {name: limit for part in stopper.stoppers for name, limit in collect_metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
@@ -301,7 +301,7 @@ class StopProposing:
 
 @dataclass(frozen=True, slots=True)
 class StopExperiment:
-    """Every trial saves and ends; a later run with another stopper continues the experiment."""
+    """Every trial saves and ends; a later run with another stopper can continue the experiment."""
 
     reason: AnyReason
 
@@ -336,14 +336,14 @@ class StopperState(RenamedMembers, ABC):
 
 
 class ExperimentStopper(Stopper):
-    """Stops an experiment. It is frozen: the `StopperState` that `begin` returns holds its state."""
+    """Stops an experiment. The stopper is frozen; `begin` returns a `StopperState` with the state of one experiment."""
 
     @property
     def needs_history(self) -> bool:
         return False
 
     def stop_reason(self, reports: Sequence[StepReport]) -> AnyReason | None:
-        """Return None: it does not stop a single trial."""
+        """Return None, because this stopper does not stop a single trial."""
         del reports
         return None
 
@@ -504,9 +504,9 @@ class _TimeBudgetState(StopperState):
 class ExperimentPlateau(ExperimentStopper):
     """End the experiment when its best trials are about equally good. See `MaxSteps`.
 
-    Like Ray's ExperimentPlateauStopper, but over trials instead of results. Each finished trial counts with its last
-    value. The experiment ends when the `top` best values have a standard deviation of at most `std`, and this holds
-    for `patience` more finished trials. Further trials are then unlikely to be better.
+    It is like Ray's ExperimentPlateauStopper, but compares trials instead of results. Each finished trial counts with
+    its last value. The experiment ends when the `top` best values have a standard deviation of at most `std`, and
+    `patience` more finished trials do not change this. Further trials are then unlikely to be better.
 
     Args:
         metric: the metric to compare. Default: the first metric of the search's objective.
@@ -525,7 +525,7 @@ class ExperimentPlateau(ExperimentStopper):
     def begin(self, objective: Objective | None) -> StopperState:
         chosen = objective if self.metric is None else make_objective(self.metric, self.mode)
         if chosen is None:
-            raise InvalidInput("ExperimentPlateau: expected a metric, found none: ExperimentPlateau(metric='loss')")
+            raise InvalidInput("ExperimentPlateau: expected a metric, such as ExperimentPlateau(metric='loss')")
         return _ExperimentPlateauState(self, chosen)
 
 
@@ -543,7 +543,7 @@ class _ExperimentPlateauState(StopperState):
             self.sorted_losses.remove(loss)
 
     def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import compute_losses  # late: flows import this without the journal
+        from prefect_tune.core.experiment.summary import compute_losses  # late, so that flows import no journal
 
         losses = compute_losses(report.metrics, self.objective) if report and not failed else None
         if losses is None:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 # Rank trials by their last report, or by other reports if the caller passes a scope.
 #
 # The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. The best of all
-# reports favours noisy and long trials; its step may not be saved; and it requires the learning curves. Retention also
-# uses `rank_checkpoints`, which ranks each checkpoint by the report that was saved with it.
+# reports favours noisy and long trials, may have no checkpoint, and requires the learning curves. Retention also
+# uses `rank_checkpoints`, which ranks each checkpoint by the report that was saved with the checkpoint.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
-"""The reports by which trials are compared, in Ray Tune's words: the last one, the best of all, or a mean."""
+"""In Ray Tune's words, the reports by which trials are compared: the last one, the best of all, or a mean."""
 
 Losses: TypeAlias = tuple[float, ...]
 """One number for each metric; smaller is better."""
@@ -62,7 +62,7 @@ def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective,
 
 
 def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losses | None:
-    """Return the objective's metrics as losses (smaller is better); None if one is missing or not a number."""
+    """Return the objective's metrics as losses (smaller is better); None if a metric is missing or not a number."""
     try:
         return objective.losses(metrics, "the report")
     except BadMetric:
@@ -92,12 +92,12 @@ def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective)
 
 
 def find_pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
-    """Return the Pareto front: items that no other item dominates (is as good in every metric, and better in one).
+    """Return the Pareto front, the items that no other item dominates, sorted by the first metric, best first.
 
-    Equal items are all on the front. The front is sorted by the first metric, best first.
+    An item dominates another if it is as good in every metric, and better in one. So equal items are all on the front.
     """
     optimal: list[tuple[_Item, Losses]] = []
-    for item, losses in sort_by_losses(scores):  # an item that dominates this one comes before it
+    for item, losses in sort_by_losses(scores):  # all items that dominate this one come earlier
         if not any(
             other != losses and all(mine <= theirs for mine, theirs in zip(other, losses, strict=True))
             for _, other in optimal
@@ -133,9 +133,9 @@ def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecor
 
 
 def find_checkpoint_config(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
-    """Return a trial's configuration at the checkpoint with this sequence, which may be before or after exploits.
+    """Return a trial's configuration at its checkpoint with this sequence; exploits may have changed it since.
 
-    A clone has the configuration with which the trial continues from it.
+    A clone has the configuration with which the trial continues from the clone.
     """
     config: Mapping[str, object] = {}
     for event in _iter_config_events(entries, trial):

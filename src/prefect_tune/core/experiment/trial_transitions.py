@@ -1,7 +1,7 @@
-"""A trial: its state as a frozen value, queries on it, and its transitions.
+"""A trial: its state as a frozen value, queries on this state, and its transitions.
 
 `NEXT_PHASE` is the table of the legal changes of phase; `apply_trial_event` is the pure function that applies an event.
-A journal stores phases. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
+Snapshots store the phase. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from prefect_tune.core.values import StepReport, TrialId, Value
 
 
 class Phase(StrEnum):
-    """The phase of a trial, from which `NEXT_PHASE` gives the possible changes. Its values are stored in snapshots."""
+    """The phase of a trial, which changes as `NEXT_PHASE` says. Snapshots store these values."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -106,7 +106,7 @@ class ReplayEvent(Value):
 
 
 class Clone(Value):
-    """A clone that another trial has of one of this trial's checkpoints."""
+    """Another trial's clone of one of this trial's checkpoints."""
 
     step: int
     sequence: int
@@ -130,33 +130,33 @@ class Trial(RenamedMembers, Value):
     config: Mapping[str, Any]
     fingerprint: Mapping[str, str] = Field(default_factory=dict)
     proposed_by_search: bool = False
-    """Whether a search proposed it; False for a single training and in the user's own flow."""
+    """Whether a search proposed the trial; False for a single training and in the user's own flow."""
     phase: Phase = Phase.PENDING
-    """Its phase; its `status` follows from it."""
+    """The phase, from which `status` is made."""
     attempt: int = 0
-    """The number of the last attempt that has begun; a launched attempt counts from its `AttemptStarted`."""
+    """The number of the last attempt that has begun; a launched attempt counts from its `AttemptStarted` on."""
     step: int = 0
     """The newest reported step, without steps that were lost."""
     metrics: Mapping[str, Any] = Field(default_factory=dict)
-    """The metrics of that step."""
+    """The metrics of `step`."""
     trained_seconds: float = 0.0
-    """The training time up to that step, in seconds; also 0 if it was not measured."""
+    """The training time up to `step`, in seconds; also 0 if it was not measured."""
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The live checkpoints, oldest first."""
     quarantined_sequences: tuple[int, ...] = ()
     """Sequences of checkpoints that must not be used."""
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
-    """The quarantined checkpoints that were committed and are not retired: their bytes stay for a reinstatement."""
+    """The quarantined checkpoints that were committed and are not retired; they can still be reinstated."""
     lost_checkpoint_count: int = 0
-    """The number of committed checkpoints that are quarantined; if no other is left, all progress is lost."""
+    """The number of committed checkpoints that are quarantined; if no live checkpoint is left, all progress is lost."""
     next_sequence: int = 1
-    """The sequence of its next save. Each save, each attempt and each limit for running saves increments it."""
+    """The sequence of the next save; each save, attempt, and event that invalidates running saves increments it."""
     adopted_up_to: int = 1
-    """A manifest with a lower sequence is abandoned if the journal does not name it: it never becomes a checkpoint."""
+    """A manifest with a lower sequence that the journal does not name is abandoned, and never becomes a checkpoint."""
     collected_up_to: int = 0
-    """The limit of the last retirement: blobs of earlier saves are reusable only while a checkpoint refers to them."""
+    """The first sequence after the last retirement; earlier blobs are reusable only while a checkpoint names them."""
     clones: tuple[Clone, ...] = ()
-    """Other trials' clones of its checkpoints. The bytes of a cloned checkpoint stay, even if it is retired."""
+    """Other trials' clones of its checkpoints. The bytes of a cloned checkpoint stay, even if it is retired here."""
     trainable_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
@@ -182,13 +182,13 @@ class Trial(RenamedMembers, Value):
     end_reason: AnyReason = ""
     """Why the trial or its last attempt ended; empty while it runs. `reason` is its text."""
     cause: Cause | None = None
-    """The cause of the last `AttemptEnded`, kept until a pause or a requeue: also while the next attempt runs."""
+    """The cause of the last `AttemptEnded`, kept until a pause or a requeue, even while the next attempt runs."""
     finish_kind: FinishKind | None = None
-    """How it finished; None if it has not finished."""
+    """How the trial finished; None if it has not finished."""
     outbox: int | None = None
     """The number of the open outbox, for posts of another machine; None before a launch and after an attempt's end."""
     outbox_count: int = 0
-    """The number of outboxes so far, and the number of the last one, open or closed."""
+    """The number of outboxes so far, which is also the number of the last outbox, open or closed."""
     last_post: int = 0
     """The last journaled post of the open outbox."""
     launch_term: int = 0
@@ -196,7 +196,7 @@ class Trial(RenamedMembers, Value):
     supervisor: Owner | None = None
     """The process that supervises its last attempt, on another machine; None if the journal's owner does."""
     original_config: Mapping[str, object] | None = None
-    """The configuration with which it was added, if it has exploited another trial since; None otherwise."""
+    """The configuration with which the trial was added, if it has exploited another trial since; None otherwise."""
     pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
     policy_events: tuple[ReplayEvent, ...] = ()
@@ -225,7 +225,7 @@ class Trial(RenamedMembers, Value):
 
     @property
     def has_inherited_report(self) -> bool:
-        """Whether its last report comes from the trial whose checkpoint it cloned: the trial has not reported since."""
+        """Whether the last report is that of a cloned checkpoint, because the trial has not reported since then."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.last_clone_sequence, self.step)
 
@@ -254,7 +254,7 @@ class Trial(RenamedMembers, Value):
 
     def _repr_html_(self) -> str:
         """Return the trial for a notebook, with its history, its newest checkpoint and its whole error."""
-        from prefect_tune.core.experiment.summary import format_trial_html  # late: it imports this module
+        from prefect_tune.core.experiment.summary import format_trial_html  # late, since `summary` imports this module
 
         return format_trial_html(self)
 
@@ -291,7 +291,7 @@ def find_clonable_checkpoint(trial: Trial, max_steps: int | None = None) -> Chec
 
 
 def make_clone_ref(trial: Trial, ref: CheckpointRef, source: str) -> CheckpointRef:
-    """Return the reference of `trial`'s next checkpoint: a clone, with the bytes of `ref` of the trial `source`."""
+    """Return the reference for `trial`'s next checkpoint, a clone of the checkpoint `ref` of the trial `source`."""
     origin = ref.origin or CheckpointOrigin(trial=source, step=ref.step, sequence=ref.sequence)
     return ref.model_copy(update={"sequence": trial.next_sequence, "origin": origin})
 
@@ -302,7 +302,7 @@ def list_live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[Checkpoint
 
 
 def is_live_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is a live checkpoint of `trial`, or the origin of one."""
+    """Return whether `key` is a live checkpoint of `trial`, or the origin of a live clone."""
     return any(_is_stored_as(trial, ref, key) for ref in trial.checkpoints)
 
 
@@ -327,7 +327,7 @@ def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
     True if it is not live, not quarantined, has no clone, and its save began before the last retirement in `state`.
-    Then no later save can reuse or clone it, either here or in a process that takes over during the deletion.
+    Then these bytes cannot be reused or cloned later, either here or by a process that takes over during the deletion.
     """
     in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_kept_by_clones(state, key)
     return not in_use and key.sequence < state.collected_up_to
@@ -336,7 +336,7 @@ def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
 def parent_of_next_save(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the newest checkpoint, whose bytes the next save may reuse; None if there is none.
 
-    None also if it predates a quarantine: it may share blobs with the damaged checkpoint.
+    None also if it predates a quarantine, because it may share blobs with the quarantined checkpoint.
     """
     newest = newest_checkpoint_key(folder, trial)
     return None if newest is None or predates_quarantine(trial, newest.sequence) else newest
@@ -358,8 +358,8 @@ def min_reusable_sequence(trial: Trial) -> int:
 def can_commit_save(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence may still become a checkpoint of `trial`.
 
-    False if the save began before the last retirement: blobs that it reuses may have been deleted. False if its
-    sequence belongs to a checkpoint in the journal, or to an earlier attempt: the trial continued without the save.
+    False if the save began before the last retirement, since blobs that it reuses may have been deleted. False also if
+    its sequence is not above all journaled ones, or is of an earlier attempt, since the trial went on without the save.
     """
     last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined_sequences), default=0)
     return sequence > last_sequence and sequence >= max(trial.adopted_up_to, trial.collected_up_to)
@@ -447,7 +447,7 @@ def apply_report(trial: Trial, report: StepReport | None) -> Trial:
 def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
     """Return the trial with the unjournaled checkpoints and the last step that the new owner found on the target.
 
-    An attempt with an open outbox may still be running: its later saves can become checkpoints.
+    An attempt with an open outbox may still be running, so its later saves can become checkpoints.
 
     Raises:
         IllegalTransition: one of the checkpoints is not acceptable (see `can_commit_save`).
@@ -467,7 +467,7 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     """Return the trial of a fork. On the target, the fork has only the checkpoints in `forked`, and clones of them.
 
-    The sequences continue. Like a retirement, the fork is a barrier: it never commits a running save of the origin.
+    The sequences continue. As after a retirement, saves that began in the origin are never committed in the fork.
     """
     return trial.model_copy(
         update={
@@ -500,12 +500,12 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
         )
     if event.attempt != trial.attempt + 1:
         raise IllegalTransition(f"trial {trial.id!r}: attempt {event.attempt} cannot follow {trial.attempt}")
-    # The process of an earlier attempt may still run, and save: those saves have lower sequences.
+    # The process of an earlier attempt may still run and save, so the saves of this attempt get higher sequences.
     sequence = trial.next_sequence + (trial.attempt > 0)
     recomputed_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
     is_same_start = event.from_sequence == trial.restored_sequence
     records, beginning = trial.attempt_records, {"attempt": event.attempt, "began_at": event.at}
-    if records and records[-1].attempt == event.attempt:  # it already has a slot
+    if records and records[-1].attempt == event.attempt:  # the attempt already has a slot
         records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
         if records and recomputed_steps:
@@ -586,7 +586,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
-            # Later saves must not reuse its blobs, which may be damaged; the owner's running save is not committed.
+            # The blobs may be damaged, so later saves must not reuse them. A running save of the owner becomes invalid.
             limit = trial.next_sequence + 1
             changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
             if writer == "owner" and not event.by_non_owner:
@@ -600,8 +600,8 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
     If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
-    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of this. So
-    no checkpoint is retired until the trial's next attempt has restored, and thereby verified, a checkpoint.
+    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of this, so it retires
+    no checkpoint. The trial's next attempt can retire checkpoints again, since its restore has verified a checkpoint.
     """
     sequence = event.checkpoint.sequence
     committed = _add_saved_checkpoint(trial, event.checkpoint, event.seconds)
@@ -634,7 +634,7 @@ def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
 
 
 def _add_saved_checkpoint(trial: Trial, checkpoint: CheckpointRef, seconds: PhaseSeconds | None) -> Trial:
-    """Add a checkpoint that the trial has saved itself; this resets its machine failures."""
+    """Add a checkpoint that the trial has saved itself, and reset the budgets that a commit resets."""
     records = trial.attempt_records
     if records and not records[-1].has_ended:
         record = records[-1].with_commit(seconds, compute_unsaved_seconds(trial, checkpoint.trained_seconds))
@@ -646,11 +646,11 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
     if not can_commit_save(trial, checkpoint.sequence):
         raise IllegalTransition(
             f"trial {trial.id!r}: the checkpoint of step {checkpoint.step} has sequence {checkpoint.sequence}; "
-            f"expected one after its checkpoints {[ref.sequence for ref in trial.checkpoints]}, quarantined ones "
-            f"{list(trial.quarantined_sequences)}, retirements ({trial.collected_up_to}), earlier attempts "
-            f"({trial.adopted_up_to})"
+            f"expected a sequence after its checkpoints {[ref.sequence for ref in trial.checkpoints]}, quarantined "
+            f"checkpoints {list(trial.quarantined_sequences)}, the last retirement ({trial.collected_up_to}) and "
+            f"earlier attempts ({trial.adopted_up_to})"
         )
-    # The supervisor that saved it may not know the newest limits.
+    # `next_sequence` may already be higher, since the supervisor that saved may not know the newest limits.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
     return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "next_sequence": next_sequence})
 
@@ -671,7 +671,7 @@ def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) ->
 
 
 def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
-    """Quarantine a checkpoint. If it was never committed, only its sequence is listed: it cannot be reinstated."""
+    """Quarantine a checkpoint. If it is not live, only its sequence is listed, so it cannot be reinstated."""
     refs, sequences = [ref for ref in trial.checkpoints if ref.sequence == sequence], trial.quarantined_sequences
     quarantined = (QuarantinedCheckpoint(checkpoint=ref, since=since, reason=reason) for ref in refs)
     return trial.model_copy(

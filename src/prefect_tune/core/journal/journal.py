@@ -9,14 +9,14 @@ This works for any number of processes that do not know of each other, without l
     non-owner                                                     └─▶ 8 (events that a non-owner may add)
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
-  (`acquire_ownership`). Nothing renews ownership: an owner learns that it was replaced when its next entry is refused.
+  (`acquire_ownership`). Nothing renews ownership. An owner learns that it was replaced when its next entry is refused.
 - **Non-owners** (quarantine and retirement by another process) append only `NonOwnerEvent`, with `append_as_non_owner`;
-  the entry names its kind of writer. The owner finds the entry at its next number, applies it and appends after it.
+  each entry names its kind of writer. An owner that finds such an entry applies it, and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
   the existing entry has the same write id, the create has succeeded.
-- **Deletion.** After creating an entry, its writer checks that entry 1 still exists (a deletion removes it first). Only
-  then does the entry count: see `generations`.
-- **Order.** An entry is durable before its effect: replies to trials and deletions of bytes come after `append_events`.
+- **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
+  it, that entry 1 still exists: see `generations`.
+- **Order.** An entry is durable before its effect; replies to trials and deletions of bytes come after `append_events`.
 
 Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry (the folder of
 an unmounted disk would accept it); treat an unknown outcome as success or failure.
@@ -93,10 +93,10 @@ def decode_entry(data: Buffer, path: str) -> Entry:
 
 
 def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
-    """Yield the entries after `after`; read each by its number until one is absent, since a listing may be stale."""
+    """Yield the entries after `after`. Read on until a number has no entry, because a listing may be stale."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
-    # A generator: a foreign file named like entry ten billion must not cause a list of ten billion paths.
+    # A generator, so that a foreign file named like entry ten billion does not cause a list of ten billion paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
         yield decode_entry(data, path), hash_bytes(data)
@@ -134,7 +134,7 @@ def read_entry_if_exists(store: ObjectStore, journal: JournalKey, number: int) -
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     """Return the fold of the journal's entries; the empty experiment for an empty journal.
 
-    Reads the newest readable snapshot and the entries after it. If these do not continue the snapshot, reads all.
+    Read the newest readable snapshot and the entries after it, or all entries if these do not continue the snapshot.
 
     Raises:
         JournalCorrupt: an entry is missing or altered, or its events cannot follow the earlier ones.
@@ -161,7 +161,7 @@ def _apply_newer_entries(store: ObjectStore, experiment: Experiment) -> Experime
         path = experiment.key.entry_path(number)
         last = _read_if_exists(store, path)
         if last is None or hash_bytes(last) != experiment.digest:
-            raise JournalCorrupt(f"{path}: the entry is missing, or differs from the one in the snapshot")
+            raise JournalCorrupt(f"{path}: the entry is missing, or differs from the last entry of the snapshot")
     return experiment
 
 
@@ -189,7 +189,7 @@ def append_events(store: ObjectStore, experiment: Experiment, events: Sequence[E
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied in the form that a reader will see (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. If non-owners have added entries since, those are applied first.
+    and a later resume see the same values. Entries that non-owners have added since `experiment` are applied first.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
@@ -213,13 +213,13 @@ def append_as_non_owner(
 ) -> Experiment:
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
-    `events_for` gets the state after the last entry, and returns the events to write, or none. If another writer was
-    faster, `events_for` is called again, so no entry comes between this state and the events. Its exceptions propagate.
+    `events_for` gets the state after the last entry, and returns the events to write, or none; its errors propagate.
+    If another writer was faster, `events_for` is called again, so no entry comes between this state and the events.
 
     Raises:
-        StoreRefused: there are events to write, but the target supports only one writer: see `has_conditional_create`.
+        StoreRefused: there are events to write, but the target supports only one writer (see `has_conditional_create`).
         StoreUnavailable: other writers were faster 16 times.
-        CommitUnknown: the target did not say whether it wrote; call again: `events_for` may find its events journaled.
+        CommitUnknown: the target did not say whether it wrote. Call again; `events_for` may find its events journaled.
     """
     for _ in range(_MAX_RACES):
         experiment = load_experiment(store, journal)
@@ -269,7 +269,7 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
 
 
 def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
-    """Confirm that `created`, an entry or a post, counts: the first entry exists. Otherwise remove it, and raise.
+    """Require that the first entry exists; if it does not, delete `created`, which is an entry or a post, and raise.
 
     A deletion deletes the first entry before anything else. So if the first entry exists, no entry was missing when
     `created` was written, and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
@@ -280,7 +280,7 @@ def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
             return
         require_not_deleted(store, key)
     except Superseded:
-        with suppress(StoreUnavailable, StoreRefused):  # otherwise maintenance deletes it
+        with suppress(StoreUnavailable, StoreRefused):  # if this fails, maintenance deletes it
             store.delete([created])
         raise
     except StoreUnavailable as error:
@@ -305,16 +305,16 @@ def acquire_ownership(
 ) -> Experiment:
     """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
 
-    `events_for` receives the state before the new term. `loaded` is None, or an earlier state: then only its last entry
-    is checked, and only later entries are read. If that state has no entries (see `make_empty_experiment`), the journal
-    is read only if another process has written to it.
+    `events_for` receives the state before the new term. If `loaded` is an earlier state, only its last entry is
+    checked, and only later entries are read. If `loaded` has no entries (see `make_empty_experiment`), the journal is
+    read only if another process has written to it.
 
     In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
     number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.
 
     Raises:
         ResumeFailed: the experiment is being deleted, and `events_for` does not continue that deletion.
-        Superseded: other runs took ownership first, 16 times.
+        Superseded: in 16 tries, another run took ownership first.
     """
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
@@ -332,13 +332,13 @@ def acquire_ownership(
         try:
             return append_events(store, state, [owner_changed, *events], stamp)
         except Superseded as race:
-            require_not_deleted(store, journal)  # raises if the experiment was deleted: then there was no race
+            require_not_deleted(store, journal)  # raises if this was no race, but a deletion of the experiment
             lost_race, loaded = race, None
     raise Superseded(f"{journal}: lost {_MAX_RACES} races for its ownership; try again") from lost_race
 
 
 def _refresh_state(store: ObjectStore, loaded: Experiment) -> Experiment:
-    """Apply the entries after `loaded`; if they do not continue `loaded`, the journal was replaced: load it again."""
+    """Apply the entries after `loaded`; if they do not continue it, the journal was replaced, so load all entries."""
     if not loaded.entry_count:
         return loaded  # if a first entry exists by now, the append is refused, and the journal is read then
     with suppress(JournalCorrupt):
@@ -376,11 +376,11 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 
 # A snapshot holds the whole experiment after an entry. A process reads it instead of the entries up to that entry. Its
 # first line is JSON that holds the experiment without its trials; one line for each trial follows. The interval between
-# two snapshots grows with the experiment, so that writing them costs about as much as the entries.
+# two snapshots grows with the experiment, so that writing snapshots costs about as much as writing the entries.
 #
-# Only the entries count: a snapshot that is lost, damaged, or of another history or version only costs time. So any
+# Only the entries count; a snapshot that is lost, damaged, or of another history or version only costs time. So any
 # process may write it late, twice or never, and failures of a write are ignored. A reader uses a snapshot only if it
-# has the digest of its entry: a deleted experiment of the same name may have left a snapshot of other entries.
+# has the digest of its entry, since a deleted experiment of the same name may have left a snapshot of other entries.
 
 _TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200
@@ -413,7 +413,7 @@ def is_snapshot_due(experiment: Experiment, before: int) -> bool:
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
-    """Return whether the run should write a snapshot when it ends: at least 200 entries follow the last snapshot."""
+    """Return whether at least 200 entries follow the last snapshot, so that the run should write another at its end."""
     return experiment.entry_count % compute_snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 
@@ -440,7 +440,7 @@ def list_snapshot_numbers(store: ObjectStore, key: JournalKey) -> Sequence[int]:
 
 def encode_snapshot(experiment: Experiment) -> bytes:
     """Return the bytes of the snapshot of `experiment`."""
-    # One trial at a time, so that no other thread waits long for the interpreter lock.
+    # Encode one trial at a time, so that no other thread waits long for the interpreter lock.
     lines = b"".join(trial.model_dump_json().encode() + b"\n" for trial in experiment.trials.values())
     bare = experiment.model_copy(update={"trials": TrialMap.from_trials()})
     return seal(_SnapshotHeader(digest_of_trials=hash_bytes(lines), experiment=bare)) + b"\n" + lines
@@ -459,7 +459,7 @@ def decode_snapshot(data: Buffer, key: JournalKey, number: int) -> Experiment:
 
     Raises:
         JournalCorrupt: the bytes differ from the snapshot that `encode_snapshot` returned.
-        UnknownVersion: another version of prefect-tune wrote it.
+        UnknownVersion: another version of prefect-tune wrote the snapshot.
     """
     path = key.snapshot_path(number)
     header, _, lines = bytes(data).partition(b"\n")

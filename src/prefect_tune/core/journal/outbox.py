@@ -1,19 +1,19 @@
-"""Pass the events of an attempt on another machine to the owner of the experiment: numbered posts in an outbox.
+"""Pass the events of an attempt on another machine to the owner of the experiment, as numbered posts in an outbox.
 
 The idea: the attempt creates the objects 1, 2, 3 … of its outbox, each only if its number is free. A post is durable
 when `write_post` returns, whether or not a search runs. The owner journals the posts in order, then deletes them. The
-journal counts them, so it holds each post once. To fence off the attempt, the owner itself creates the next free number
-as the end of the outbox: the target decides whether the end or a post of the attempt is first.
+journal counts the posts, so it holds each once. To fence off the attempt, the owner itself creates the next free number
+as the end of the outbox, so the target decides whether the end or a post of the attempt is first.
 
-    attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        5 refused: closed → Superseded, it stops
+    attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        4 refused: closed → Superseded, the attempt stops
     owner       journals 1, 2 …      closes: reads 3, creates ─▶ 4
 
-- **One execution.** A second process with the same request finds post 1 with another write id, and stops. So post 1 is
-  deleted only with its experiment.
-- **Closing** may be repeated, by one owner or by several: a process that finds the end has read all earlier posts.
+- **One execution.** A second process with the same request finds post 1 with another write id, and stops. Therefore,
+  post 1 is deleted only with its experiment.
+- **Closing** may be repeated, by one owner or by several, since whoever finds the end has read all earlier posts.
 - **A late post** comes from a request that seemed lost. If the end has its number, the post is refused. If its number
   is that of a journaled and deleted post, no process reads the late post.
-- **Deletion.** After creating a post, its writer checks that entry 1 of the journal exists. The post counts only then.
+- **Deletion.** A post counts only once its writer has checked, after creating it, that entry 1 of the journal exists.
 
 Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
 """
@@ -38,11 +38,11 @@ from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
 MAX_POSTS_PER_READ = 200
-"""The most posts that one call reads: this takes seconds on an object store, far less than any reader's timeout."""
+"""The most posts that one call reads; this takes seconds on an object store, far less than any reader's timeout."""
 
 
 class Post(Document):
-    """A group of events of an attempt, or the end of its outbox."""
+    """A group of events of an attempt, or the end of the attempt's outbox."""
 
     format: Literal["prefect-tune/post"] = "prefect-tune/post"
     version: Literal[2] = 2
@@ -89,9 +89,9 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 
 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
-    """Return the posts after number `after` up to the first free number or the end, at most `MAX_POSTS_PER_READ`.
+    """Return the posts after number `after`, up to the first free number or the end; at most `MAX_POSTS_PER_READ`.
 
-    At the maximum, there may be more posts: a detached attempt may have posted for days. Raises like `read_post`.
+    With this many posts, there may be more, since a detached attempt may have posted for days. Raises like `read_post`.
     """
     posts: list[Post] = []
     while len(posts) < MAX_POSTS_PER_READ:
@@ -108,7 +108,7 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post: `posts` has only the posts before it. Empty if no post is damaged."""
+    """The damage of the first unreadable post; empty if there is none. `posts` has only the posts before the damage."""
 
 
 def close_outbox(
@@ -118,7 +118,7 @@ def close_outbox(
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
-        StoreUnavailable: a post was added meanwhile, 16 times; or the target cannot be reached.
+        StoreUnavailable: 16 tries failed because a post was added meanwhile, or the target cannot be reached.
     """
     end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
     folder = trial.post_path(outbox, 1).rpartition("/")[0]
@@ -129,7 +129,7 @@ def close_outbox(
             post = read_post(store, trial, outbox, number)
         except (JournalCorrupt, UnknownVersion) as unreadable:
             damage = damage or str(unreadable)
-            # Posts after the damage do not count: skip to the last object, which may be the end.
+            # Posts after the damage do not count, so skip to the last object, which may be the end.
             number = max(number + 1, *(document_number(folder, listed.path) or 0 for listed in store.list(folder)))
             continue
         if post is not None and not post.closed_by:

@@ -19,30 +19,30 @@ class ProcessEnvironment(Value):
 
     type: Literal["process-environment"] = "process-environment"
     environment: Mapping[str, str]
-    """All environment variables; each character is one byte (Latin-1)."""
+    """All environment variables, decoded as Latin-1, so that each character is one byte."""
     working_directory: str
-    """Also in Latin-1; empty to keep the current directory."""
+    """Decoded as Latin-1, too; empty to keep the current directory."""
 
 
 FORK_REQUEST, IMPORT_REQUEST = b"fork", b"import"
-"""Requests to a fork server: for a trial's process, or for a template."""
+"""Requests to a fork server: fork a process for a trial, or fork a template, which then imports a trainable."""
 TEMPLATE_READY = "ready"
-"""The reply of a template that can be forked. Any other reply is the reason why the template cannot be forked."""
+"""The reply of a template that can be forked; any other reply says why it cannot be forked."""
 
 
 class ImportRequest(Value):
     """Asks a template to import a trainable."""
 
     trainable: str
-    """See `Start`."""
+    """In the form of `Start.trainable`."""
     import_path: tuple[PathName, ...]
     environment: ProcessEnvironment
     supervisor: int
-    """The pid of the process that sends fork requests; the template exits with it."""
+    """The pid of the process that sends fork requests; the template exits when this process exits."""
 
 
 class RankInfo(Value):
-    """The rank of a process among the processes of its attempt; a single process is rank 0 of 1."""
+    """The rank of a process among the processes of its attempt; a single process is rank 0 of world size 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -56,22 +56,22 @@ MetricsSource: TypeAlias = Literal["rank 0", "mean"]
 
 
 class Start(Value):
-    """Starts the training; contains all inputs of an attempt."""
+    """Starts the training of an attempt, and contains all its inputs."""
 
     type: Literal["start"] = "start"
     experiment: str
     trial: str
     attempt: int
     trainable: str
-    """`module:name`, or a pickle in hexadecimal that the supervisor itself has just created."""
+    """`module:name`, or, in hexadecimal, a pickle that the supervisor itself has just created."""
     stopper: str
-    """In the same form as `trainable`."""
+    """In the form of `trainable`."""
     import_path: tuple[PathName, ...]
     config: Mapping[str, object]
     directory: PathName
     """The directory for the trial's own files (logs, plots), which are synced as artifacts."""
     staging: PathName
-    """The folder of the checkpoint directories that are passed to the supervisor."""
+    """The folder in which the trial makes the checkpoint directories that it passes to the supervisor."""
     restored_directory: PathName | None = None
     from_step: int = 0
     trained_seconds: float = 0.0
@@ -80,17 +80,17 @@ class Start(Value):
     async_commit: bool = False
     """Whether training continues while a checkpoint is uploaded."""
     decision_step: int | None = None
-    """The step at which the trial waits for the decision whether to continue; None if it never waits."""
+    """The next step at which the trial waits for the decision whether to continue; None if it never waits."""
     saves_first: bool = False
     """Whether a class trainable saves at `decision_step` before it waits for the decision."""
     reusable: bool = True
-    """Whether the process may wait for another trial afterwards, if its trainable supports that."""
+    """Whether the process may wait for another trial after this one, if its trainable supports reuse."""
     rank: RankInfo = Field(default_factory=RankInfo)
     metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
     """The metrics that the search needs in each report of rank 0."""
     rank_socket: PathName = ""
-    """The socket to which ranks of the trainable's own launcher connect; empty if no launcher is allowed."""
+    """The socket to which the ranks of the trainable's own launcher connect; empty if no launcher is allowed."""
 
 
 class CheckpointSaved(Value):
@@ -109,7 +109,7 @@ class RankJoined(Value):
 
 
 class JoinRejected(Value):
-    """Rejects a `RankJoined`."""
+    """Rejects a rank that has sent `RankJoined`."""
 
     type: Literal["join-rejected"] = "join-rejected"
     reason: Message
@@ -123,7 +123,7 @@ class SaveFailed(Value):
 
 
 class CheckpointAndStop(Value):
-    """Stops the trial as soon as its state is saved, because the whole run stops."""
+    """Ends the trial's attempt as soon as its state is saved, because the whole run stops."""
 
     type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Ends this attempt now, also for a pause or an exploit. Sent as the decision at a milestone, or unsolicited."""
+    """Ends the attempt now, also for a pause or an exploit. Sent as the decision at a milestone, or at any time."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -149,13 +149,13 @@ class StopTrial(Value):
 
 
 class StartReceived(Value):
-    """The process has begun the attempt. The time from now on counts as the trainable's time, including its import."""
+    """The process has begun the attempt. From now on, its time counts as the trainable's time, the import included."""
 
     type: Literal["start-received"] = "start-received"
 
 
 class TrainableLoaded(Value):
-    """The trainable is imported and set up. Next it loads a restored checkpoint, if any, and trains."""
+    """The trainable is imported and set up. Next, it loads the restored checkpoint, if there is one, and trains."""
 
     type: Literal["trainable-loaded"] = "trainable-loaded"
     pid: int
@@ -164,13 +164,13 @@ class TrainableLoaded(Value):
 
 
 class StepDone(Value):
-    """A step was trained; `checkpoint`, if given, is a directory to commit."""
+    """A step was trained. If `checkpoint` is given, its directory is to be committed as the step's checkpoint."""
 
     type: Literal["step-done"] = "step-done"
     report: StepReport
     checkpoint: PathName | None = None
     is_owned_by_supervisor: bool = False
-    """Whether the supervisor owns the directory now, and removes it after the commit."""
+    """Whether the supervisor now owns the checkpoint's directory, and removes it after the commit."""
     is_reported: bool = False
     """Whether the step was already reported, and only its checkpoint is new."""
     awaits_decision: bool = False
@@ -182,7 +182,7 @@ class StepDone(Value):
 
 
 class CheckpointPart(Value):
-    """The part that a rank other than rank 0 adds to the checkpoint of a step; the rank sends one for each step."""
+    """The part that a rank other than rank 0 adds to a step's checkpoint; `pt.report` sends one for each step."""
 
     type: Literal["checkpoint-part"] = "checkpoint-part"
     step: int
@@ -203,7 +203,7 @@ class RankMetrics(Value):
 
 
 class MeanMetrics(Value):
-    """The mean metrics of a step, for which rank 0 waits; sent once all ranks have reported."""
+    """The mean metrics of a step; sent to rank 0, which waits for them, once all ranks have reported."""
 
     type: Literal["mean-metrics"] = "mean-metrics"
     step: int
@@ -211,7 +211,7 @@ class MeanMetrics(Value):
 
 
 class MilestoneReached(Value):
-    """Requests a decision before the first step: the step of the restored checkpoint is a milestone."""
+    """Requests a decision before the first step, because the step of the restored checkpoint is a milestone."""
 
     type: Literal["milestone-reached"] = "milestone-reached"
     report: StepReport
@@ -223,9 +223,9 @@ class TrainingEnded(Value):
     type: Literal["trial-ended"] = "trial-ended"
     outcome: AnyOutcome
     raised: bool = False
-    """Whether the trainable raised."""
+    """Whether the trainable raised an exception."""
     after_end: bool = False
-    """Whether the trainable raised after this process had ended the trial."""
+    """Whether the trainable raised it after this process had ended the trial."""
     awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
@@ -238,12 +238,12 @@ class TrainingEnded(Value):
 
 
 class RankCommand(Value):
-    """Rank 0 tells all ranks what they do after this step: save, or go on. The supervisor forwards it to the others."""
+    """Rank 0 tells the other ranks, by way of the supervisor, what they do after this step: save, or go on."""
 
     type: Literal["rank-command"] = "rank-command"
     step: int
     save: bool = False
-    """Whether the ranks save now, and wait for another command, which closes the step. A function saves by itself."""
+    """Whether the ranks save now, then wait for another command, which closes the step; `pt.report` ignores it."""
     stop: bool = False
     """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
     outcome: AnyOutcome | None = None

@@ -38,12 +38,12 @@ from prefect_tune.core.values import MAX_LIVE_PERIOD_SECONDS, Message, StepRepor
 # The answers of a search to trials on other machines.
 
 UNSOLICITED_STEP = 0
-"""The step number of an unsolicited message to a trial."""
+"""The step number of an unsolicited answer: a message to a trial that does not wait for an answer."""
 AnyAnswer: TypeAlias = ContinueTraining | StopTrial | CheckpointAndStop
 
 
 class TrialAnswer(Document):
-    """An answer, as it is stored on the target."""
+    """The document in which an answer is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
     version: Literal[3] = 3
@@ -51,7 +51,7 @@ class TrialAnswer(Document):
 
 
 def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
-    """Answer an attempt that waits at `step`. The first answer counts: it was journaled before it was written.
+    """Answer an attempt that waits at `step`. The first answer counts, because it was journaled before it was written.
 
     If no owner runs to journal an answer, another process may tell the attempt to stop, at step `UNSOLICITED_STEP`.
     """
@@ -60,15 +60,15 @@ def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, a
 
 
 def read_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int) -> AnyAnswer | None:
-    """Return the answer to the attempt at `step`; None before it is sent. Raises JournalCorrupt if it is damaged."""
+    """Return the answer to the attempt at `step`; None if there is none yet. Raises JournalCorrupt if it is damaged."""
     document = read_sealed(store, TrialAnswer, trial.answer_path(attempt, step), JournalCorrupt)
     return document.answer if document else None
 
 
 def delete_unsolicited_answer(store: ObjectStore, trial: TrialKey, attempt: int) -> None:
-    """Delete an earlier owner's unsolicited message. Call this before an attempt is started or taken over.
+    """Delete an earlier owner's unsolicited answer. Call this before an attempt is started or taken over.
 
-    Either the message was only for the earlier owner's run, or it is journaled and will be sent again.
+    This loses nothing: the answer was only for the earlier owner's run, or it is journaled and will be sent again.
     """
     path = trial.answer_path(attempt, UNSOLICITED_STEP)
     if store.size(path) is not None:
@@ -76,7 +76,7 @@ def delete_unsolicited_answer(store: ObjectStore, trial: TrialKey, attempt: int)
 
 
 def list_answers(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
-    """Return the answers to the trial's attempts up to `last_attempt`; no process reads answers to an ended attempt."""
+    """Return the answer objects of attempts up to `last_attempt`; no process reads the answers to an ended attempt."""
     return [
         listed for listed in store.list(trial.answers_folder) if 0 < _parse_attempt(trial, listed.path) <= last_attempt
     ]
@@ -92,14 +92,14 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 
 # Stop requests from other processes to a running experiment: numbered objects on the target.
 #
-# The owner reads only the number after the last journaled number, so that a poll costs one read. It journals the write
-# id of a request, then acts on the request, and then deletes the object. The requesting process looks for that id in
-# the journal. If the journal has another id for its number, the request is lost: the number belonged to a deleted
-# request, and the owner does not read that number again.
+# The owner looks only for the request after the last journaled request, so that a poll costs one read. It journals the
+# write id of a request, then acts on the request, and then deletes the object. The requesting process looks for its
+# write id in the journal. If the journal has another id for the number of its request, the request is lost: the number
+# belonged to a deleted request, and the owner does not read that number again.
 
 
 class StopRequest(Document):
-    """Asks one trial to save and end permanently, or the present owner to save and end the whole experiment."""
+    """Asks one trial to save and end for good, or the present owner to save and end the whole experiment."""
 
     format: Literal["prefect-tune/stop-request"] = "prefect-tune/stop-request"
     version: Literal[2] = 2
@@ -107,17 +107,17 @@ class StopRequest(Document):
     at: str
     reason: AnyReason
     term: int
-    """The term of the owner that shall end the experiment; later owners continue it. Ignored for a trial."""
+    """The term of the owner that is to save and end; a later owner refuses the request. Not used for a trial."""
     trial: TrialId | None = None
-    """None for the whole experiment."""
+    """The trial to stop; None for the whole experiment."""
     unreadable: bool = False
-    """Whether this request stands for an unreadable object; never set on a target."""
+    """Whether this request stands for an unreadable object; False in every object on the target."""
 
 
 def write_stop_request(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
-    """Write `request` for the owner of `experiment` (its present state); return the number of the request.
+    """Write `request` for the owner of the experiment with the state `experiment`; return the number of the request.
 
-    A repeated call with the same write id has no effect. Raises CommitUnknown if the outcome of the write is unknown.
+    A repeated call with the same write id has no effect. Raises CommitUnknown if it is unknown whether it was written.
     """
     number = len(experiment.stop_requests) + 1
     while True:
@@ -135,12 +135,12 @@ def is_request_journaled(experiment: Experiment, request: StopRequest) -> bool:
 
 
 def is_request_lost(experiment: Experiment, request: StopRequest, number: int) -> bool:
-    """Return whether another request was journaled under this number: then write the request again."""
+    """Return whether another request was journaled under this number; if so, the request must be written again."""
     return len(experiment.stop_requests) >= number and not is_request_journaled(experiment, request)
 
 
 def read_stop_request(store: ObjectStore, experiment: JournalKey, number: int) -> StopRequest | None:
-    """Return the request `number`; None if it does not exist. A damaged request is returned as `unreadable`."""
+    """Return request `number`, marked as `unreadable` if it is damaged; None if it does not exist."""
     try:
         return read_sealed(store, StopRequest, experiment.request_path(number), JournalCorrupt)
     except (JournalCorrupt, UnknownVersion) as error:
@@ -149,7 +149,7 @@ def read_stop_request(store: ObjectStore, experiment: JournalKey, number: int) -
 
 
 def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequested:
-    """Return the journal event for a request: what is stopped, or why the request is refused."""
+    """Return the journal event for a request; it says what to stop, or why the request is refused."""
     refused: Reason | None = None
     if request.unreadable:
         refused = make_reason("request-unreadable")
@@ -166,13 +166,13 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
     return StopRequested(trial=trial_to_stop, reason=request.reason, request=request.write_id, refused=refused)
 
 
-# The live status of a search: an object on the target, for readers, with the running trials of a journal's owner.
+# The live status of a search: an object on the target that tells readers which trials the journal's owner runs.
 #
-# No decision and no resume uses it. During the search, the owner writes the status every few seconds as a new object,
-# and deletes the previous object: the cost does not depend on the number of steps. The path contains the owner's term:
-# owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes its
-# last object when its trials have ended. If the owner is killed, its last object stays until the next owner deletes it;
-# the time in the object shows its age.
+# No decision depends on it. During the search, the owner writes the status every few seconds as a new object, and
+# deletes the previous object, so that the cost does not depend on the number of steps. The path contains the owner's
+# term, so that owners never write to one another's objects, and readers ignore the object of an earlier owner. The
+# owner deletes its last object when its trials have ended. If the owner is killed, its last object stays until the next
+# owner deletes it; the time in the object shows how old the status is.
 
 
 class RunningAttempt(Value):
@@ -183,9 +183,9 @@ class RunningAttempt(Value):
     began_at: str | None = None
     """The wall-clock time at which the attempt began; None if an earlier owner started it."""
     host: str | None = None
-    """The machine of its supervisor; None if an earlier owner started the attempt."""
+    """The machine of the attempt's supervisor; None if an earlier owner started the attempt."""
     report: StepReport | None = None
-    """None before its first step."""
+    """The newest report; None before the attempt's first step."""
     reported_at: str | None = None
 
 
@@ -196,12 +196,12 @@ class LiveStatus(Document):
     version: Literal[2] = 2
     term: int
     owner: Owner | None
-    """Distinguishes this owner from the owner of a deleted experiment of the same name."""
+    """The owner that wrote the status; a deleted experiment of the same name may have had another in this term."""
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
     run_at: str | None = None
-    """The same time by the clock of the run, which is never adjusted; for the cost only."""
+    """The time `at` by the clock of the run, which is never adjusted; used only for the cost."""
     period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
     """The time until the owner writes the next status."""
     trials: tuple[RunningAttempt, ...]
@@ -213,13 +213,13 @@ class ExperimentView:
 
     experiment: Experiment
     as_of: str
-    """The time of the live status or of the last journal entry, whichever is later; empty if unknown."""
+    """The time of the live status, or of the last journal entry if that is later; empty if unknown."""
     live: LiveStatus | None = None
     """The live status of the journal's present owner; None if there is none."""
 
     @property
     def cost_cutoff(self) -> str:
-        """The time up to which the cost of running attempts counts, by the run's clock if known; empty if unknown."""
+        """The time up to which running attempts count in the cost, by the run's clock if known; empty if unknown."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def get_running_attempt(self, trial: str) -> RunningAttempt | None:
@@ -228,11 +228,11 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the owner's previous status; the first status deletes the statuses of earlier owners.
+    """Write `status`, and delete the owner's previous status, or, with its first status, those of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
-        StoreUnavailable, StoreRefused, CommitUnknown: the target failed; no retry is needed before the next status.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed. Do not retry: the next status replaces this.
     """
     path = key.live_status_path(status.term, status.number)
     store.put(path, seal(status))
@@ -252,7 +252,7 @@ def read_newest_live_status(store: ObjectStore, key: JournalKey) -> LiveStatus |
     try:
         return read_newest_document(store, LiveStatus, key.live_folder, JournalCorrupt)
     except (JournalCorrupt, UnknownVersion):
-        return None  # the journal has all other information
+        return None  # the caller then uses only the journal
 
 
 def read_live_status(store: ObjectStore, experiment: Experiment) -> LiveStatus | None:
@@ -263,7 +263,7 @@ def read_live_status(store: ObjectStore, experiment: Experiment) -> LiveStatus |
 
 @dataclass(frozen=True, slots=True)
 class LastKnownReports:
-    """The last reports of the trials that run according to the journal, from the live status of an earlier owner."""
+    """The last reports that an earlier owner's live status has for the trials that run according to the journal."""
 
     reports: Mapping[str, StepReport] = field(default_factory=dict)
     """The last report of each trial."""
@@ -279,7 +279,7 @@ def _has_running_trial(experiment: Experiment) -> bool:
 
 
 def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
-    """Return the last reports in the live status of an earlier owner. Send two requests if a trial runs."""
+    """Return the last reports from the live status of an earlier owner. This sends two requests if a trial runs."""
     live = read_newest_live_status(store, experiment.key) if _has_running_trial(experiment) else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
@@ -287,7 +287,7 @@ def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownRe
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return the view of an experiment whose last entry is from `written_at`. Send two requests if a trial runs."""
+    """Return an experiment's view; its last entry is from `written_at`. This sends two requests if a trial runs."""
     live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
@@ -298,7 +298,7 @@ def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> Ex
 
 
 def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningAttempt]:
-    """Return, by trial, the attempts of `live` that also run according to the journal, which may be newer."""
+    """Return, by trial, the attempts of `live` that still run according to the journal, which may be newer."""
     live_attempts = {attempt.trial: attempt for attempt in live.trials} if live is not None else {}
     pairs = ((attempt, experiment.trials.get(name)) for name, attempt in live_attempts.items())
     return {
@@ -315,7 +315,7 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 #
 # Both sides of a connection prove that they have the secret of their search, which is not on the target, and that they
 # have read the same address. So write access to the target is not enough to direct ranks to another machine, or to
-# impersonate a rank. No message names code.
+# impersonate a rank. No message contains or names code to run.
 
 
 class NodeArrived(Value):
@@ -328,7 +328,7 @@ class NodeArrived(Value):
 
 
 class BeginAttempt(Value):
-    """All nodes are ready: the attempt begins."""
+    """All nodes are ready, so the attempt begins."""
 
     type: Literal["begin-attempt"] = "begin-attempt"
     nodes: tuple[int, ...]
@@ -337,9 +337,9 @@ class BeginAttempt(Value):
     """The rendezvous address of the ranks, on node 0 (`MASTER_ADDR`)."""
     port: int
     term: int
-    """The owner's term."""
+    """The term of the journal's owner."""
     start: Start
-    """The start message of each rank, without the code, folders and rank, which each node fills in."""
+    """The start message of the ranks, without the code, the folders and the rank; each node fills these in."""
     restored: CheckpointKey | None
     """The checkpoint from which the attempt begins."""
 
@@ -356,7 +356,7 @@ class ToRank(Value):
 
 
 class FromRank(Value):
-    """A message from one rank. The directory of a part stays on its node."""
+    """A message from one rank. If it is a part, the part's directory stays on the rank's node."""
 
     type: Literal["from-rank"] = "from-rank"
     rank: int
@@ -379,23 +379,23 @@ class SendPart(Value):
     parent: CheckpointKey | None
     """The newest live checkpoint; its bytes are not sent again."""
     collected_up_to: int
-    """See `commit.find_reusable_bytes`."""
+    """See `find_reusable_bytes` in `core/checkpoints/commit.py`."""
 
 
 class NodeStopping(Value):
-    """The node has received a stop request, for example from its infrastructure: the attempt saves and ends."""
+    """The node has received a stop request, for example from its infrastructure, so the attempt saves and ends."""
 
     type: Literal["node-stopping"] = "node-stopping"
 
 
 class NodeAlive(Value):
-    """The heartbeat of a node that has sent nothing else for a while."""
+    """A heartbeat; a node sends it if it has sent nothing else for a while."""
 
     type: Literal["node-alive"] = "node-alive"
 
 
 class GroupEnded(Value):
-    """The attempt has ended: the node ends its processes."""
+    """The attempt has ended, so the node ends its processes."""
 
     type: Literal["group-ended"] = "group-ended"
 
@@ -415,7 +415,7 @@ class NodeAddress(Document):
     host: str
     port: int
     request: str
-    """A digest of the secret, which identifies the request."""
+    """A digest of the secret; it identifies the request that started the attempt."""
 
     def connection_key(self, key: NodesKey, secret: str) -> bytes:
         """Return the key that both sides of a connection must have; it depends on the address."""
@@ -423,7 +423,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt and its address; None if its number is below `at_least`, or its address unreadable."""
+    """Return the newest attempt and its address; None if the attempt is below `at_least`, or the address unreadable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:

@@ -2,13 +2,13 @@
 
     new owner, writes `DeletionStarted` ──► marker of the next generation ──► first entry ──► all other objects
 
-The deletion becomes the owner of the journal: the old owner's next write fails, and no other process can become the
+The deletion becomes the owner of the journal, so the old owner's next write fails, and no other process can become the
 owner. Then the deletion ends the generation (see `generations`): the name is free, and all objects of the generation
-are garbage. Maintenance or a later deletion of the name may collect the garbage, too. An attempt on another machine
-fails at its next post, because the first entry is missing. No other experiment refers to objects of this one.
+are garbage, which maintenance or a later deletion of the same name may collect, too. An attempt on another machine
+fails at its next post, because the first entry is missing. No other experiment refers to the deleted objects.
 
-A deletion is bound to the generation that it found. Another process may finish a paused deletion, and the name may be
-used again. The paused deletion then finds the next generation's marker or no first entry, and deletes only garbage.
+A deletion is bound to the generation that it found. If it is paused, another process may finish it, and the name may be
+used again. The paused process then finds the next marker, or no first entry, and deletes only garbage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
 def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
     """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
 
-    This is the current generation if it has entries; else the previous generation if some of its objects are left.
+    This is the current generation if it has entries; otherwise the previous one, if objects of earlier ones are left.
 
     Raises:
         UnknownVersion: see `find_current_journal`.
@@ -78,10 +78,10 @@ def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey
 
 
 def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Sequence[str]:
-    """Return the identities of all owners of the experiment, except the flow run or process of the owner `by`."""
+    """Return the identities of all owners that the experiment has had, except the flow run or process of `by`."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an old entry is damaged; a snapshot replaces it, so the deletion may continue
+    except JournalCorrupt:  # an old entry, which a snapshot replaces, is damaged: delete without the other writers
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

@@ -4,12 +4,12 @@
 
 A fork begins with the state of the origin after that entry. The origin is only read, so it may be running. If the
 target can copy objects, no bytes pass through this machine. Manifests keep their step and sequence, and clones stay
-references within the fork. Once the fork is complete, neither experiment needs the other.
+clones within the fork. Once the fork is complete, neither experiment needs the other.
 
-The last entry has all events of the origin, and completes the fork. An incomplete fork cannot be used. To complete it,
-fork again with the same name: only missing objects are copied.
+A later entry, with all events of the origin, completes the fork. An incomplete fork cannot be used. To complete it,
+fork again with the same name; then only missing objects are copied.
 
-Never: create a manifest before all its blobs, or the last entry before all its manifests.
+Never create a manifest before all its blobs, or the entry that completes the fork before all manifests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ForkPoint:
     experiment: Experiment
     events: Sequence[Event]
     settings: Mapping[str, object]
-    """The parameters of the fork."""
+    """The parameters with which the fork starts."""
     warm_starts: Sequence[WarmStart]
 
     @property
@@ -76,11 +76,11 @@ class ForkResult:
 
     experiment: Experiment
     lost_checkpoints: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
-    """By trial, the checkpoints that the origin had already deleted, oldest first."""
+    """By trial, the checkpoints that the fork lacks because the origin no longer used them, oldest first."""
 
 
 def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | None) -> ForkPoint:
-    """Return the state and events of `experiment` up to entry `number` (None: up to its last entry).
+    """Return the state and events of `experiment` up to entry `number`, or up to its last entry if this is None.
 
     Raises:
         InvalidInput: the entry does not exist, or the experiment is being deleted, incomplete, or not a search.
@@ -99,10 +99,10 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes the event
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # the fork's owner repeats the event
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
-                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # of the origin's run
+                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # a time of the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
                     pass  # a stop request that had no effect yet concerns only the origin
                 case _:
@@ -117,7 +117,7 @@ def find_lost_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, 
 
 
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
-    """Return the keys of the checkpoints of `state` that `current` still uses; a clone has the key of its origin."""
+    """Return the keys of the checkpoints of `state` that `current` still uses; a clone has the cloned one's key."""
     trials = state.trials.values()
     live = (state.trial_key(trial.id).checkpoint_key(ref) for trial in trials for ref in trial.checkpoints)
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
@@ -138,7 +138,7 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
     """Become the owner of the experiment `into`, a new or existing fork of `origin`; return its state.
 
     Raises:
-        InvalidInput: `into` is another experiment or a fork of another entry, or is being deleted.
+        InvalidInput: `into` exists and is not a fork of `origin`, or is being deleted.
         Superseded: another process makes the same fork.
     """
 
@@ -158,7 +158,7 @@ def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: 
 def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp: WriteStamp) -> ForkResult:
     """Complete `into`, which `begin_fork` returned, as a fork of `point`; return the complete fork.
 
-    If the process is killed, call `begin_fork` and this function again: existing objects are kept.
+    If the process is killed, call `begin_fork` and this function again; both keep the objects that were copied.
 
     Raises:
         InvalidInput: the origin was deleted before all of its checkpoints were copied.
@@ -180,7 +180,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints now in the fork."""
+    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
@@ -190,7 +190,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
 
     def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
-        """Return the manifest of `key` with its newest metadata; None if either is deleted or damaged."""
+        """Return `key`, and its manifest with the newest metadata; None as manifest if one is deleted or damaged."""
         try:
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
@@ -234,10 +234,10 @@ def _make_fork_key(key: CheckpointKey, into: Experiment) -> CheckpointKey:
 
 
 def _load_origin(store: ObjectStore, point: ForkPoint, into: Experiment) -> Experiment:
-    """Return the current state of the origin; raise `InvalidInput` if it is being deleted."""
+    """Return the current state of the origin; raise `InvalidInput` if it is deleted, or is being deleted."""
     key = point.experiment.key
     with suppress(Superseded):
         current = load_experiment(store, key)
         if not current.is_being_deleted and current.entry_count >= point.experiment.entry_count:
             return current
-    raise InvalidInput(f"{key} is being deleted: the fork {into.name!r} cannot be completed; delete it, too")
+    raise InvalidInput(f"{key} is being deleted: the fork {into.name!r} cannot be completed; delete the fork, too")

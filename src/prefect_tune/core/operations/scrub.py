@@ -1,4 +1,4 @@
-"""Read checkpoints back, all or a share each day, to find damage; quarantine and reinstate checkpoints."""
+"""Read checkpoints back to find damage, all of them or a share each day; quarantine and reinstate checkpoints."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 
 # Quarantine and reinstate checkpoints in the journal of another owner.
 #
-# The owner of a trial quarantines a checkpoint when it finds damage during a restore. Any other process that finds
-# damage writes an entry to the journal as a non-owner: the owner stays the owner. From then on the owner does not
-# restore the checkpoint, and reuses neither its blobs nor the blobs of older checkpoints, which may be the same. The
-# alternatives are worse: a request needs a running owner, and a separate document would be a second source of truth.
+# A journal's owner quarantines a checkpoint if it finds damage during a restore. Any other process that finds damage
+# writes an entry to the journal as a non-owner, so the owner stays the owner. From then on, the owner does not restore
+# the checkpoint, and does not reuse its blobs, or blobs of older checkpoints, which may be the same. The alternatives
+# are worse: a request would need a running owner, and a separate document would be a second source of truth.
 #
-# A key names a manifest. Several trials may use a key: the trial that saved it, and trials with a clone. The checkpoint
-# is quarantined, and reinstated, in all these trials.
+# A key names a manifest. Several trials may use the same key: the trial that saved the checkpoint, and the trials that
+# have a clone of it. The checkpoint is quarantined, and reinstated, in all these trials.
 #
 # A running save may have reused blobs of the damaged checkpoint. If the save commits after the non-owner's entry, the
-# new checkpoint is quarantined at its commit, and the owner saves again. A quarantined checkpoint can be reinstated:
-# its bytes stay until the trial retires it.
+# new checkpoint is quarantined at its commit, and the owner saves again. A quarantined checkpoint can be reinstated,
+# because its bytes stay until the trial retires it.
 
 
 def quarantine_in_journal(
@@ -53,7 +53,7 @@ def quarantine_in_journal(
 ) -> Sequence[CheckpointKey]:
     """Quarantine checkpoints of an experiment, each with its damage as the reason; return the quarantined keys.
 
-    Leaves out checkpoints that were retired meanwhile. Idempotent.
+    Checkpoints that were retired meanwhile are left out. Idempotent.
 
     Raises:
         JournalCorrupt, UnknownVersion: see `load_experiment`.
@@ -77,8 +77,8 @@ def reinstate_in_journal(
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return the keys whose checkpoints are live now.
 
-    The caller has verified the checkpoints. A trial's next attempt starts from its newest checkpoint, reinstated or
-    not. Raises like `quarantine_in_journal`.
+    The caller has verified the checkpoints. A trial's next attempt starts from the trial's newest checkpoint, which may
+    be a reinstated one. Raises the same errors as `quarantine_in_journal`.
     """
 
     def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:
@@ -95,13 +95,13 @@ def reinstate_in_journal(
 
 @dataclass(frozen=True, slots=True)
 class DailyShare:
-    """The share of the checkpoints to inspect on day number `day`: one of `parts` equal shares."""
+    """The share of the checkpoints to inspect on day number `day`: one of `parts` shares of about equal count."""
 
     parts: int = 1
     day: int = 0
 
     def select_keys(self, keys: Iterable[CheckpointKey]) -> Sequence[CheckpointKey]:
-        """Return the keys of this share, in the order of this day."""
+        """Return the keys that belong to this share, in an order that is different each day."""
         share = (key for key in keys if _hash_key(key, self.day // self.parts) % self.parts == self.day % self.parts)
         return sorted(share, key=lambda key: _hash_key(key, self.day))
 
@@ -139,9 +139,9 @@ class Inspection:
     live: tuple[CheckpointKey, ...]
     inspected: tuple[InspectedCheckpoint, ...] = ()
     unread_count: int = 0
-    """The number of checkpoints of the share that were not read, because of `max_bytes` or lack of time."""
+    """The number of checkpoints of the share that were not read because of `max_bytes` or lack of time."""
     unreadable: tuple[UnreadableObject, ...] = ()
-    """Checkpoints that could not be read, or not in time."""
+    """The checkpoints whose read failed, or was not finished in time."""
 
     @property
     def corrupt_checkpoints(self) -> Sequence[InspectedCheckpoint]:
@@ -160,11 +160,11 @@ def inspect_checkpoints(
     max_bytes: float = math.inf,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Inspection:
-    """Read the live checkpoints of a share, and all live checkpoints of each trial in which one is damaged.
+    """Read the live checkpoints of a share; if one is damaged, read all live checkpoints of its trial.
 
     Checkpoints of a trial share blobs, so a damaged blob often damages several checkpoints. The limits `max_bytes` and
     `has_time` apply only to the share, of which at least one checkpoint is read. A checkpoint that is retired during
-    the read is not damaged. An object that cannot be read is reported, and the other objects are read.
+    the read does not count as damaged. If an object cannot be read, this is reported, and the others are still read.
 
     Raises:
         StoreUnavailable, StoreRefused: the whole target cannot be read.
@@ -185,7 +185,7 @@ def inspect_checkpoints(
             except DeadlineExceeded as late:
                 if count:
                     return count, True
-                # The first checkpoint took all the time.
+                # Not even the first checkpoint could be read in time, so report it.
                 unreadable.append(UnreadableObject(key.folder, str(late), key.trial.trial))
                 return 1, True
             if isinstance(result, UnreadableObject):
@@ -205,7 +205,7 @@ def inspect_checkpoints(
 
 
 def inspect_live_checkpoint(store: ObjectStore, key: CheckpointKey) -> Sequence[InspectedCheckpoint]:
-    """Read every byte of a live checkpoint; return an empty list if it is damaged but no longer live."""
+    """Read every byte of a live checkpoint. If it is damaged and no longer live, return an empty list."""
     checkpoint = inspect_checkpoint(store, key)
     return [checkpoint] if checkpoint.damage is None or is_checkpoint_live(store, key) else []
 

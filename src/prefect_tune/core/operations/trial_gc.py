@@ -1,15 +1,15 @@
 """Collect the garbage of trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
 There is no grace period, and no reachable object is deleted. An object may be deleted once a later entry of the journal
-has a barrier of its trial. A barrier is a retirement (see `is_deletable_checkpoint`). No name is written twice, so a
-late deletion, by a process believed dead or a request believed lost, cannot delete a newer object.
+has a barrier for the object's trial; each retirement is a barrier (see `is_deletable_checkpoint`). No name is written
+twice, so a late deletion by a process or request that was believed dead or lost cannot delete a newer object.
 
-- **The owner** writes a barrier with each retirement, and deletes the retired checkpoints (`delete_retired_objects`).
+- **The owner** writes retirements, which are barriers, and deletes the retired checkpoints (`delete_retired_objects`).
 - **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While no attempt of a
-  trial may save, the non-owner may write a barrier (`CheckpointsRetired`). Entries have one order: a process that
+  trial may save, the non-owner may write a barrier (`CheckpointsRetired`). Entries have one order, so a process that
   starts the trial again writes after the barrier. An attempt with an open outbox may save at any time, and writes its
-  own barriers. On a target that supports only one writer, non-owners write no entries: they delete only objects that
-  need no new barrier, and `TrialGarbage.kept` says why the others stay.
+  own barriers. On a target that supports only one writer, non-owners write no entries. They delete only the objects
+  that need no new barrier, and `TrialGarbage.kept_reason` says why the others stay.
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
@@ -61,13 +61,13 @@ def delete_retired_objects(
     """Delete retired checkpoints of `trial`: first blobs that no other checkpoint needs, then metadata and manifests.
 
     Returns the number of deleted blobs and manifests. Manifests are deleted last, so that the next call finds and
-    finishes an interrupted deletion. Skips checkpoints that are not collectable, and checkpoints of other trials.
+    finishes an interrupted deletion. Skips checkpoints that must not be deleted yet, and those of other trials.
 
     If another process has retired and deleted checkpoints that `state` still has, the journal is read again.
 
     Raises:
-        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable, and so
-            its blobs are unknown; nothing is deleted.
+        CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
+            Nothing is deleted, because it is unknown which blobs this checkpoint needs.
         Superseded: the experiment is being deleted, or was deleted.
     """
 
@@ -101,7 +101,7 @@ def _delete_manifests(store: ObjectStore, keys: Collection[CheckpointKey]) -> No
 
 
 def find_collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
-    """Return the deletable origins of the clones among `retired`: they are retired, and have no other clone."""
+    """Return the origins of the clones in `retired` that can be deleted: retired origins without any other clone."""
     keys = dict.fromkeys(
         CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
         for origin in (ref.origin for ref in retired)
@@ -113,9 +113,9 @@ def find_collectable_origins(experiment: Experiment, retired: Iterable[Checkpoin
 def find_leftover_manifests(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
 ) -> Sequence[CheckpointKey]:
-    """Return the keys of manifests that are not checkpoints: retired but not deleted, or never committed.
+    """Return the keys of manifests of retired checkpoints, and of manifests that were never committed.
 
-    Includes manifests that clones still need; the caller checks this. Excludes manifests at or after the trial's
+    Includes manifests that clones still need; the caller must keep these. Excludes manifests at or after the trial's
     barrier, which may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
     """
     limit = max(state.adopted_up_to, state.collected_up_to)
@@ -132,13 +132,13 @@ def find_orphan_blobs(
 ) -> Sequence[ListedObject]:
     """Return the blobs that no live checkpoint and no clone needs, and that no save will reuse.
 
-    Interrupted saves and deletions of unreadable manifests leave such blobs. The blobs may be deleted at any time.
+    Such blobs remain from interrupted saves, and if an unreadable manifest is deleted. They may be deleted at any time.
     Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
-    `trial.blobs_folder`, or the remaining candidates among them.
+    `trial.blobs_folder`, or those of them that are still candidates.
 
     Raises:
         CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
-        OutdatedStateError: these manifests are retired, so `state` is outdated: repeat with the error's `current`.
+        OutdatedStateError: such a manifest was retired, so `state` is outdated: call again with the error's `current`.
         Superseded: the experiment is being deleted, or was deleted.
     """
     if listed is not None and not listed:
@@ -152,7 +152,7 @@ def find_orphan_blobs(
 
 
 def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
-    """Return the paths of the trial's blobs that live or quarantined checkpoints, or clones in other trials, need."""
+    """Return the paths of the trial's blobs that its live or quarantined checkpoints, or other trials' clones, need."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
         try:
@@ -189,7 +189,7 @@ def _list_quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset
 
 @dataclass(frozen=True, slots=True)
 class TrialGarbage:
-    """The garbage of a trial: deleted, or only found by a dry run."""
+    """The garbage of a trial, which was deleted, or only found by a dry run."""
 
     trial: str
     checkpoints: tuple[int, ...] = ()
@@ -197,9 +197,9 @@ class TrialGarbage:
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """Manifests that a clone needs, or that a running save may need before the trial's next retirement or end."""
+    """The number of manifests that a clone needs, or a running save may need until the trial's next barrier or end."""
     message_count: int = 0
-    """Replies to ended attempts, messages between their nodes, and journaled posts."""
+    """The number of answers to ended attempts, of objects of their nodes, and of journaled posts."""
     kept_reason: str | None = None
     """Why some garbage is not deleted; None if all of it is deleted."""
     damage: str | None = None
@@ -213,7 +213,7 @@ class TrialGarbage:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentGarbage:
-    """The garbage of an experiment: deleted, or only found by a dry run."""
+    """The garbage of an experiment, which was deleted, or only found by a dry run."""
 
     trials: Sequence[TrialGarbage]
     skipped_count: int
@@ -247,7 +247,7 @@ def may_still_save(trial: Trial) -> bool:
 
 
 def _find_garbage_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """Return the candidates; None if the trial cannot have a barrier or is damaged; see `collect_trial_garbage`."""
+    """Return what `collect_trial_garbage` may delete after a barrier; None if no barrier is possible, or on damage."""
     if may_still_save(trial) or not trial.attempt:
         return None
     try:
@@ -274,9 +274,9 @@ def collect_experiment_garbage(
 ) -> ExperimentGarbage:
     """Delete the garbage of an experiment, or of the trials in `only`; return a description of the garbage.
 
-    First writes `CheckpointsRetired` events for ended trials if that frees garbage, unless the target supports only one
+    First writes `CheckpointsRetired` events for ended trials if this frees garbage, unless the target supports only one
     writer. A dry run writes and deletes nothing, and returns the garbage that a run would delete. An object that cannot
-    be read is reported as damage of its trial; the other trials are collected.
+    be read is reported as damage of its trial, and the garbage of the other trials is still collected.
 
     Raises:
         JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
@@ -323,7 +323,7 @@ def collect_experiment_garbage(
 def collect_trial_garbage(
     store: ObjectStore, key: TrialKey, trial: Trial, candidates: _Candidates | None = None, *, dry_run: bool = False
 ) -> TrialGarbage:
-    """Delete the garbage of a trial, and return a description of it. A dry run deletes nothing.
+    """Delete the garbage of a trial; return a description of the garbage. A dry run deletes nothing.
 
     Manifests are deleted last, so that the next call can finish an interrupted deletion.
 
@@ -334,7 +334,7 @@ def collect_trial_garbage(
     if not trial.attempt:
         return TrialGarbage(trial.id)  # never started
     lacks_barrier = candidates is not None and candidates.needs_barrier and not store.has_conditional_create
-    kept = f"some garbage needs an entry in the journal first: {SINGLE_WRITER_MESSAGE}" if lacks_barrier else None
+    kept = f"some garbage can be deleted only after a journal entry: {SINGLE_WRITER_MESSAGE}" if lacks_barrier else None
     checkpoints = store.list(key.checkpoints_folder) if candidates is None else candidates.checkpoints
     while True:
         try:
@@ -374,7 +374,7 @@ def collect_trial_garbage(
 def plan_retirements(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
     """Return the retirements of checkpoints that `policy` does not keep; none while an attempt may still save.
 
-    Keeps the newest checkpoint of each trial, all checkpoints of the best trial, and the best checkpoint of all.
+    The newest checkpoint of each trial, all checkpoints of the best trial, and the best checkpoint of all always stay.
     """
     trials = experiment.trials.values()
     if experiment.is_being_deleted or any(may_still_save(trial) for trial in trials):
@@ -396,7 +396,7 @@ def retire_unkept_checkpoints(
 ) -> Sequence[CheckpointsRetired]:
     """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again meanwhile, nothing is retired: the trial's owner has its own policy. A dry run writes nothing.
+    If a trial runs again by then, nothing is retired, because its owner has its own policy. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.

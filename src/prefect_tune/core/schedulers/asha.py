@@ -31,7 +31,7 @@ from prefect_tune.core.values import TrialId
 
 
 class RungRecord(NamedTuple):
-    """A trial at a rung: its loss, how many trials came earlier, and its id. Of equal losses, the first wins."""
+    """A trial at a rung: its loss, how many trials came earlier, and its id. If losses are equal, the earlier wins."""
 
     loss: float
     arrival: int
@@ -40,14 +40,14 @@ class RungRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Rung:
-    """The trials that reached a step and the trials paused there, best first: a rank is found in logarithmic time."""
+    """The trials that reached a step, and those paused there, best first, so a rank is found in logarithmic time."""
 
     step: int
     reached: list[tuple[float, int]] = field(default_factory=list)  # (loss, arrival)
     paused: list[RungRecord] = field(default_factory=list)
 
     def add_trial(self, trial: TrialId, loss: float) -> RungRecord:
-        """Add a trial that reached the rung and is not paused."""
+        """Add a trial that reached the rung; it is not marked as paused."""
         record = RungRecord(loss, len(self.reached), trial)
         insort(self.reached, record[:2])
         return record
@@ -68,7 +68,7 @@ class Rung:
         return int(len(self.reached) / reduction_factor)
 
     def compute_cutoff_loss(self, reduction_factor: float) -> float | None:
-        """Return the interpolated highest loss of the best 1 / `reduction_factor` of a rung; None for an empty rung."""
+        """Return the 1 / `reduction_factor` quantile of the rung's losses, interpolated; None for an empty rung."""
         if not self.reached:
             return None
         position = (len(self.reached) - 1) / reduction_factor
@@ -88,7 +88,7 @@ class TrialProgress:
     """The position of a trial in its bracket."""
 
     rungs: Sequence[Rung]
-    """The rungs of its bracket."""
+    """The rungs of the trial's bracket."""
     rung_index: int = -1
     """The index of the rung at which the trial was last compared; -1 before the first comparison."""
     stop_decision: Stop | None = None
@@ -127,7 +127,7 @@ class Brackets:
 class RungSchedule(Schedule):
     """Compares each trial once at each rung, by the trial's first report at or after the step of the rung.
 
-    A report that passes several rungs counts only at the highest of them: lower rungs have losses of earlier steps.
+    A report that passes several rungs counts only at the highest, because lower rungs have losses of earlier steps.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -161,7 +161,7 @@ class RungSchedule(Schedule):
 
     @abstractmethod
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        """Return the decision for a trial that repeats lost steps: it was already compared at this rung."""
+        """Return the decision for a trial that repeats lost steps, and so was already compared at this rung."""
 
 
 class StoppingSchedule(RungSchedule):
@@ -193,8 +193,8 @@ class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
     A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, no trial
-    is running and no trial was promoted from the last rung of a bracket, then the best paused trial of the highest rung
-    resumes: even a small search trains one trial to the end. After that, the other paused trials are pruned.
+    is running, and none was promoted from the last rung of a bracket, then the best paused trial of the highest rung
+    resumes, so that even a small search trains one trial to the end. After that, the other paused trials are pruned.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -203,7 +203,7 @@ class PromotionSchedule(RungSchedule):
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
         self._running: set[TrialId] = set()
         self._lacks_new_trials = False
-        self._has_promoted_to_end = False  # whether a last rung promoted a trial, which trains to `max_t`
+        self._has_promoted_to_end = False  # whether a trial has continued after its last rung
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)
@@ -283,12 +283,12 @@ class ASHA(Scheduler):
 
     `variant="promotion"`, the default, is the algorithm of the paper. Every trial pauses at each rung. A free slot goes
     to the best paused trial that is among the best 1 / `reduction_factor` of its rung; if there is none, a new trial
-    starts. This variant needs checkpoints, and trains fewer steps for the same result. It corrects early mistakes: a
-    trial may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it prunes the worse trials of a
-    rung, pauses no trial, and needs no checkpoints.
+    starts. This variant needs checkpoints, and trains fewer steps for the same result. It corrects early mistakes,
+    because a trial may be promoted later. `variant="stopping"` is Ray's AsyncHyperBandScheduler: it prunes the worse
+    trials of a rung, pauses no trial, and needs no checkpoints.
 
-    Several `brackets` protect against misleading early results: each begins one rung higher than the bracket before,
-    and trials are distributed over them in the proportions of Hyperband.
+    Several `brackets` protect against misleading early results: each bracket begins one rung higher than the one
+    before, and trials are distributed over the brackets in the proportions of Hyperband.
 
     ```python
     scheduler = pt.ASHA(max_t=81, grace_period=3)
@@ -300,9 +300,9 @@ class ASHA(Scheduler):
     Args:
         max_t: the step at which every trial ends.
         grace_period: the step of the first rung.
-        reduction_factor: the ratio of the steps of two rungs; 1 / `reduction_factor` of a rung's trials continue.
+        reduction_factor: the ratio of a rung's step to the previous rung's; 1 / `reduction_factor` of trials continue.
         brackets: the number of brackets.
-        variant: `promotion` pauses the other trials of a rung; `stopping` ends them.
+        variant: `promotion` pauses the trials of a rung that are not the best; `stopping` ends them.
     """
 
     max_t: int = field(metadata={"example": 81})

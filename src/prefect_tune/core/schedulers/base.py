@@ -29,7 +29,7 @@ class Continue(Value):
 class Pause(Value):
     """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If the method returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
+    If this method returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -70,9 +70,9 @@ class TrialReport:
 
     trial: TrialId
     report: StepReport
-    """Its step, metrics and training time."""
+    """The step, its metrics, and the training time up to it."""
     config: Mapping[str, Any] | None = None
-    """Its present configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
+    """The trial's configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
 
 
 class Scheduler(NamedOptions, RenamedMembers, ABC):
@@ -89,7 +89,7 @@ class Scheduler(NamedOptions, RenamedMembers, ABC):
         """
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise `InvalidInput` unless the scheduler supports a valid `space`. Most schedulers support every space."""
+        """Raise `InvalidInput` if the scheduler does not support `space`; most schedulers support every valid space."""
         del space
 
 
@@ -99,8 +99,8 @@ class Schedule(RenamedMembers, ABC):
     Whenever a slot is free, the driver ends the trials that `next_trial_to_stop` returns, until it returns None. Then
     the driver resumes the trial that `next_trial_to_resume` returns. If there is none and `is_waiting` returns False,
     the driver starts a new trial. After `on_no_new_trial`, while no trial is running and a trial is paused,
-    `next_trial_to_resume` or `next_trial_to_stop` must return a trial. With one slot, `ASHA(max_t=9)`, and three trials
-    whose first is the best:
+    `next_trial_to_resume` or `next_trial_to_stop` must return a trial. An example with one slot, `ASHA(max_t=9)`, and
+    three trials, of which the first is the best:
 
         on_trial_added("a"), next_milestone("a", 0) → 1, decide("a" at step 1) → Pause
         next_trial_to_resume() → None: the driver starts "b", then "c"; both pause in the same way
@@ -110,10 +110,10 @@ class Schedule(RenamedMembers, ABC):
         next_trial_to_stop() → ("c", Stop), on_trial_ended("c"), and the same for "b"
 
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
-    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns: the journaled decisions were
-    carried out already. Afterwards, both schedules must be in the same state: a schedule reads no clock, and draws
-    random numbers only from the seed of `begin`. A changed scheduler may decide differently. A trial that only the old
-    scheduler paused gets `on_trial_resumed`; a trial that the old scheduler pruned stays pruned.
+    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns, because the journaled decisions
+    were carried out already. Afterwards, the new schedule must be in the same state as the old one. So a schedule reads
+    no clock, and draws random numbers only from the seed of `begin`. A changed scheduler may decide differently: for a
+    trial that only the old one paused, `on_trial_resumed` is called; a trial that the old one pruned stays pruned.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -136,17 +136,17 @@ class Schedule(RenamedMembers, ABC):
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        `step` is the step of the last decision about the present weights: 0 if none; after an exploit, the step of
-        the last decision on the source. Called for each attempt that starts, and after each decision; changes no state.
-        A function trainable cannot save at every step: its milestone is the first report at or after the returned step.
+        `step` is the step of the last decision about the present weights; 0 if there is none. After an exploit, it is
+        the step of the last decision on the source. Called for each attempt that starts, and after each decision;
+        changes no state. A function trainable cannot save at every step, so its report may be at a later step.
         """
 
     @abstractmethod
     def decide(self, report: TrialReport) -> Decision:
         """Decide on a report at or after the trial's milestone.
 
-        An attempt that repeats lost steps repeats their reports: return the same kind of decision, and do not count a
-        report twice.
+        An attempt that repeats lost steps also repeats their reports: then return the same kind of decision, and do not
+        count the report twice.
 
         Raises:
             BadMetric: the report lacks the objective's metric.
@@ -155,7 +155,7 @@ class Schedule(RenamedMembers, ABC):
     def next_trial_to_resume(self) -> TrialId | None:
         """Return the paused trial that gets the next free slot; None to start a new trial instead.
 
-        Changes no state: `on_trial_resumed` does.
+        Changes no state; `on_trial_resumed` changes it.
         """
         return None
 
@@ -166,7 +166,7 @@ class Schedule(RenamedMembers, ABC):
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
         """Return a paused trial to end, because it will never resume; None if there is no such trial.
 
-        Changes no state: `on_trial_ended` does.
+        Changes no state; `on_trial_ended` changes it.
         """
         return None
 
@@ -177,9 +177,9 @@ class Schedule(RenamedMembers, ABC):
     def on_no_new_trial(self) -> None:
         """Record that no new trial can start, until the next `on_trial_added`.
 
-        The search is exhausted, or waits for a trial to end while none is running. So paused trials need not wait for
-        more trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop` return,
-        but no decision. The call is not journaled; it is repeated after a resume if it still applies.
+        The search is exhausted, or waits for a trial to end while no trial is running. So paused trials need not wait
+        for more trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop`
+        return, but no decision. The call is not journaled; after a resume, it is repeated if it still applies.
         """
         return
 
@@ -229,5 +229,5 @@ def loss_to_metric(loss: float, objective: Objective) -> float:
 
 
 def make_metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
-    """Return arguments of a reason: the name and the value of the objective's metric."""
+    """Return the arguments `metric` and `value` of a reason: the objective's metric, and its value for this loss."""
     return {"metric": objective.metrics[0], "value": loss_to_metric(loss, objective)}

@@ -79,7 +79,7 @@ class Bracket:
         self.size = self.trial_count
 
     def promote_best_trials(self) -> Sequence[TrialId]:
-        """Advance to the next rung. Return the trials, best first: the first `trial_count` continue, others end."""
+        """Advance to the next rung. Return the ranked trials: the first `trial_count` continue, and the others end."""
         ranking = sorted(self.reached, key=self.reached.__getitem__)
         self.trial_count = max(1, int(self.trial_count / self.reduction_factor))
         self.rung_index += 1
@@ -94,7 +94,7 @@ class Hyperband(Scheduler):
 
     Trials fill one bracket after the other; after the last bracket, the brackets repeat. The first bracket has many
     trials, and its first rung is at few steps. The last bracket has few trials, which all train `max_t` steps. At each
-    rung, the best 1 / `reduction_factor` of the trials continue, at least one. A trial that reaches a rung pauses until
+    rung, the best 1 / `reduction_factor` of the trials continue, but at least one. A trial at a rung pauses until
     the rung is decided; the trials of the next bracket use its slot. When no new trial is available, the last bracket
     is decided with the trials that it has.
 
@@ -103,7 +103,7 @@ class Hyperband(Scheduler):
 
     Args:
         max_t: the step at which every trial ends.
-        reduction_factor: the ratio of the steps of two rungs; 1 / `reduction_factor` of the trials of a rung continue.
+        reduction_factor: the ratio of a rung's step to the previous rung's; 1 / `reduction_factor` of trials continue.
     """
 
     max_t: int = field(metadata={"example": 81})
@@ -181,11 +181,11 @@ class _HyperbandSchedule(Schedule):
         bracket = self._filling_bracket
         if self._to_resume or not (self._lacks_new_trials and bracket) or bracket.is_full or bracket.training:
             return self._get_first_to_resume()
-        return bracket.find_best_trial()  # the bracket will never be full
+        return bracket.find_best_trial()  # it continues, because the bracket will never be full
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_by_trial.get(trial)
-        # Another scheduler paused the trial: do not let it wait until this bracket is full.
+        # Another scheduler has paused the trial, so do not let the trial wait until this bracket is full.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._decide_rung_if_complete(bracket)

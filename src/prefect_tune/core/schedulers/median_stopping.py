@@ -34,16 +34,16 @@ class MedianStopping(Scheduler):
     From `grace_period` on, every `interval` steps, a trial's best loss since its first step is compared with the median
     of other trials' mean losses since `grace_period`; trials that have not reached the step do not count. The trial
     continues while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only
-    every `interval`-th report: `interval=1` uses every step, and costs a decision at every step.
+    every `interval`-th report, so `interval=1` uses every step, but needs a decision at every step. See `ASHA`.
 
-    With `min_time_slice`, a trial that lacks other trials releases its slot after that many steps. The trial continues
-    when enough others reached the step: comparisons start early even with few slots. It needs checkpoints. See `ASHA`.
+    With `min_time_slice`, a trial that has too few others to be compared with pauses after that many steps, until
+    enough others have reached its step. So comparisons start early even with few slots. A pause needs checkpoints.
 
     Args:
         grace_period: the step of the first comparison.
         min_samples_required: the number of other trials that a comparison needs.
         interval: the number of steps between two comparisons of a trial.
-        min_time_slice: the number of steps after which a trial that lacks other trials releases its slot; None: never.
+        min_time_slice: the number of steps after which a trial with too few others pauses; None if it never pauses.
     """
 
     grace_period: int = 1
@@ -55,7 +55,7 @@ class MedianStopping(Scheduler):
         convert_scalar_fields(self)
         counts = (self.grace_period, self.min_samples_required, self.interval, self.min_time_slice or 1)
         if self.min_time_slice == 0 or not all(is_integer_at_least(count, 1) for count in counts):
-            raise InvalidInput(f"{self}: expected whole numbers from 1 on; min_time_slice=None lets trials keep slots")
+            raise InvalidInput(f"{self}: expected whole numbers from 1 on; min_time_slice=None pauses no trial")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
         del seed
@@ -64,7 +64,7 @@ class MedianStopping(Scheduler):
 
 @dataclass(slots=True)
 class _TrialHistory:
-    """The losses of one trial, and its slot."""
+    """The losses of one trial, and the steps at which the trial got and released its slot."""
 
     last_milestone_index: int
     """The index of the last decided milestone; before the first decision, the index of step 0."""
@@ -85,7 +85,7 @@ class _TrialHistory:
 
 
 class _MedianStoppingSchedule(Schedule):
-    """The mean losses of all trials at each milestone, sorted: the median is in the middle."""
+    """The mean losses of all trials at each milestone, sorted, so that the median is in the middle."""
 
     def __init__(self, rule: MedianStopping, objective: Objective) -> None:
         self._rule = rule

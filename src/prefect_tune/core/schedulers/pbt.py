@@ -61,9 +61,9 @@ _NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Changes a configuration: each value is resampled with `resample_probability`, or multiplied by one of `factors`.
+    """Changes a configuration: resamples a value with `resample_probability`, or else multiplies it by a drawn factor.
 
-    In a list of options, the next or the previous option is taken; at an end, the option may stay the same. A value
+    An option is replaced by the next or previous option; at an end of the list, it may stay the same. A value
     outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
     step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
     real 0 is resampled, because no factor changes it. Functions are called last, with the changed configuration.
@@ -75,7 +75,7 @@ class Explorer:
     seed: int
 
     def explore(self, config: Config, *purpose: str | int) -> Config:
-        """Return a configuration near `config`; deterministic for the same `purpose`."""
+        """Return a changed copy of `config`; the same `purpose` draws the same random changes."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
         return _compute_function_values(mutated, self.mutations, mutated)
 
@@ -93,7 +93,7 @@ class Explorer:
         is_resampled = seeded_random.draw_uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.draw_integer(len(self.factors), self.seed, *purpose, "factor")]
         drawn = domain.draw_at(seeded_random.draw_uniform(self.seed, *purpose, "value"))
-        if isinstance(domain, Choice):  # the order of its options counts
+        if isinstance(domain, Choice):  # the factor moves to a neighbor, in the order of the options
             indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
@@ -109,7 +109,7 @@ class Explorer:
 
 
 def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
-    """Parse the user's `hyperparam_mutations`; raise `InvalidInput` if there are none, or one is not a `Mutation`."""
+    """Parse the user's `hyperparam_mutations`; raise `InvalidInput` if there are none, or if one is not valid."""
     if not mutations:
         raise InvalidInput(f"{where}: expected at least one value that may change, found none")
     by_name = to_plain_keys(mutations, where)
@@ -117,10 +117,10 @@ def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
 
 
 def _require_known_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
-    """Raise unless each mutation names a parameter of a space in `nodes`: a trainable reads no other parameter."""
+    """Raise if a mutation names no parameter of a space in `nodes`, as no trainable would read such a parameter."""
     possible_nodes = list(chain.from_iterable(map(_iter_possible_nodes, nodes)))
     if any(isinstance(node, SampleFrom) for node in possible_nodes):
-        return  # a computed value is unknown here
+        return  # a computed value may have any parameters
     spaces = [node for node in possible_nodes if isinstance(node, Mapping)]
     names = {name for space in spaces for name in space}
     for name, mutation in mutations.items():
@@ -158,10 +158,10 @@ def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom
     if callable(mutation):
         try:
             inspect.signature(mutation).bind({})
-        except TypeError as error:  # also for Ray's functions without parameters, whose draws are not reproducible
+        except TypeError as error:  # such as Ray's functions without parameters, whose draws are not reproducible
             raise InvalidInput(
-                f"{where}: expected a function of the configuration, found one that cannot be called with it "
-                f"({error}). For random values use a domain: pt.uniform(...), pt.choice(...)"
+                f"{where}: expected a function of the configuration, found one that does not take it as the only "
+                f"argument ({error}). For random values, use a domain such as pt.uniform(...) or pt.choice(...)"
             ) from error
         return SampleFrom(mutation)
     raise InvalidInput(
@@ -200,8 +200,8 @@ class PBT(Scheduler):
     the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over
     that trial's checkpoint, configuration, and step of the last comparison. Then the values named in
     `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
-    `perturbation_factors`. Until the trial's next result, its last result counts, as in Ray, but no other trial
-    exploits the trial.
+    `perturbation_factors`. Until the trial has another result, its last one still counts in comparisons, as in Ray, but
+    no other trial exploits it.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
@@ -219,7 +219,7 @@ class PBT(Scheduler):
     Args:
         perturbation_interval: the number of steps between two comparisons of a trial.
         hyperparam_mutations: the parameters that change, and their possible values.
-        quantile_fraction: the share of the worst trials, which exploit others, and the share of the best trials.
+        quantile_fraction: the share of the worst trials, which exploit, and of the best trials, which are exploited.
         resample_probability: the probability that a value is resampled instead of multiplied.
         perturbation_factors: the factors; one of them is drawn for each multiplied value.
         burn_in_period: the step before which no trial is compared.
@@ -255,7 +255,7 @@ class PBT(Scheduler):
         return _PbtSchedule(self, explorer, objective)
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise unless mutations name parameters of `space`. An empty space passes: the search has its own space."""
+        """Raise if a mutation names no parameter of `space`; accept an empty space, as the search then has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
             _require_known_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
@@ -275,7 +275,7 @@ class _Member:
     loss: float | None = None
     """The last loss; None before the first loss, and after the trial left the population."""
     is_evaluated: bool = False
-    """Whether `loss` belongs to the present weights: only then may other trials exploit the trial."""
+    """Whether `loss` belongs to the present weights; if not, no other trial may exploit this trial."""
     paused_at_step: int | None = None
 
 
@@ -335,7 +335,7 @@ class _PbtSchedule(Schedule):
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
-        if member.paused_at_step is not None:  # otherwise it continues in its slot after an exploit
+        if member.paused_at_step is not None:  # if None, the trial continues in its slot after an exploit
             member.has_just_exploited = False
         self._unpause_trial(trial, member)
 
@@ -353,7 +353,7 @@ class _PbtSchedule(Schedule):
             member.loss = None
 
     def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return the loss and id of the trial to clone; None if `trial` is good enough, or must wait its turn."""
+        """Return the loss and id of the trial to exploit; None if `trial` is good enough or must wait its turn."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)

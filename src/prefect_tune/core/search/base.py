@@ -31,7 +31,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No proposal now: call `suggest` again after a running trial has ended."""
+    """No proposal now; call `suggest` again after a running trial has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class SearchState(RenamedMembers, ABC):
 
     Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,
     to a new instance: it repeats each `on_report` and `on_trial_ended`, and calls `restore_trial` instead of `suggest`.
-    After the replay, both instances must suggest the same. So draw for trial `number` from a generator seeded by
-    (seed, number); do not keep a generator's state from trial to trial.
+    After the replay, the new instance must suggest the same as the old one. So draw the values of trial `number` from a
+    generator seeded by (seed, number), and keep no generator from one trial to the next.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -81,7 +81,7 @@ class SearchState(RenamedMembers, ABC):
 
     @abstractmethod
     def suggest(self, number: int) -> Suggestion:
-        """Propose the configuration of the next trial; `number` is its number."""
+        """Propose the configuration of the next trial, which is trial `number`."""
 
     @abstractmethod
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
@@ -96,7 +96,7 @@ class SearchState(RenamedMembers, ABC):
         del number
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
-        """Record a trial's end, with its last report or None. If it continues and ends again, the last call counts."""
+        """Record a trial's end and its last report, if any. If the trial ends once more later, the last call counts."""
         del number, report, failed
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
@@ -110,10 +110,10 @@ class SearchState(RenamedMembers, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Repeated(Search):
-    """Propose each configuration of `search` in `times` consecutive trials; `search` counts them as one trial.
+    """Propose each configuration of `search` for `times` consecutive trials, which `search` counts as one trial.
 
-    When all of these trials have ended, `search` receives the mean of each metric that all trials reported; failed
-    trials do not count. `search` receives no reports of running trials. See `RandomSearch`.
+    When all of these trials have ended, `search` receives the mean of each metric that all of them reported; failed
+    trials are left out. `search` receives no reports of running trials. See `RandomSearch`.
     """
 
     search: Search
@@ -127,7 +127,7 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin `search`. Raises like its `begin`, and also if the space has a parameter named `index_as`."""
+        """Begin `search`. Raises like `search.begin`, and also if the space has a parameter named `index_as`."""
         if self.index_as in space:
             raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space, because index_as adds it")
         return _RepeatedState(self.search.begin(space, objective, seed), self)

@@ -18,15 +18,15 @@ from prefect_tune.core.metrics import is_finite, is_number, short_repr, to_plain
 from prefect_tune.core.values import HasJsonForm
 
 # A numeric domain is a function from a quantile to a value. Its bounds are like Ray's: without a step, `high` is
-# exclusive. With a step `q`, both ends belong to the domain and must be multiples of `q`. A value is drawn from half a
-# step below `low` to half a step above `high`, and rounded to the nearest multiple, so the ends are as likely as their
-# neighbors.
+# exclusive. With a step `q`, both ends belong to the domain and must be multiples of `q`; then a value is drawn from
+# half a step below `low` to half a step above `high`, and rounded to the nearest multiple, so that the ends are as
+# likely as their neighbors.
 
 Scale: TypeAlias = Literal["linear", "log"]
 
 _QUANTILE_COUNT = 1 << 53  # the number of quantiles, and of steps that a float can distinguish
 _MAX_INTEGER = 1 << 64
-_MAX_SIGMAS = 10  # quantiles of 53 bits are within 8.3
+_MAX_SIGMAS = 10  # a draw at a quantile of 53 bits is within 8.3 standard deviations
 _TOLERANCE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
@@ -185,7 +185,7 @@ def _require_finite_field(domain: Range, name: str) -> float:
 
 
 def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
-    """Raise unless the bounds and the step are valid: there are at most 2^53 steps from 0 to `max_distance`."""
+    """Raise if the bounds or the step are invalid; at most 2^53 steps are valid from 0 to `max_distance`."""
     if domain.low > domain.high:
         name, (low, high, *step) = get_constructor_call(domain)
         raise InvalidInput(
@@ -242,7 +242,7 @@ _JSON_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Choice(_SpaceNode):
-    """One of the options. An option with domains is a nested space: it is drawn only if the option is chosen."""
+    """One of the options. An option with domains is a nested space, drawn only if this option is chosen."""
 
     options: tuple[object, ...]
     weights: tuple[float, ...] | None = None
@@ -358,7 +358,7 @@ def qrandint(low: int, high: int, q: int = 1) -> Integer:
 
 
 def lograndint(low: int, high: int) -> Integer:
-    """Draw an integer: a number from [low, high) whose logarithm is uniform, rounded down; `low` > 0; see `uniform`."""
+    """Draw a number from [low, high) whose logarithm is uniform, and round it down; `low` > 0; see `uniform`."""
     return Integer(low, high, "log")
 
 
@@ -395,15 +395,15 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
     ```
 
     `config` is the whole configuration; a value is resolved when the function reads it. The function must not draw
-    random numbers. Let a domain draw them, and read them from `config`: a resumed experiment gets the same numbers.
+    random numbers. Let a domain draw them, and read them from `config`, so that a resume gives the same numbers.
     """
     return SampleFrom(function)
 
 
 def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Return a part of a configuration or space. Its dataclasses and mappings become dicts, its scalars plain scalars.
+    """Return a part of a configuration or space with its dataclasses and mappings as dicts, and with plain scalars.
 
-    Domains and values that are not JSON stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
+    Domains, and values that are not JSON, stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """
     if isinstance(node, HasJsonForm) or levels <= 0:
         return node

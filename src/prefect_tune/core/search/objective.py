@@ -58,7 +58,7 @@ class Objective(Value):
 
 
 PLACEHOLDER_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
-"""The objective of a schedule that compares no trials: no trial reports this metric."""
+"""The objective for a schedule that compares no trials; no trial reports its metric."""
 
 
 def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
@@ -81,11 +81,11 @@ def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mod
 def infer_mode(metric: str) -> Mode | None:
     """Return the usual mode of a metric by its name: `max` for `val_acc` or `mAP@50`; None if unknown.
 
-    Only whole words match: `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.
+    Only whole words match, so `surf1` is not an F1. A word such as `loss` or `error` takes precedence over `score`.
     """
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric)
     words = set(re.split(r"[^a-z0-9]+", f"{metric} {spaced}".lower()))
-    words |= {word.rstrip("0123456789") for word in words}  # acc1, map50
+    words |= {word.rstrip("0123456789") for word in words}  # so that acc1 and map50 match
     is_small, is_large = (any(map(pattern.fullmatch, words)) for pattern in (_MINIMIZED_WORDS, _MAXIMIZED_WORDS))
     if not (is_small or is_large):
         return None
@@ -93,7 +93,7 @@ def infer_mode(metric: str) -> Mode | None:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value as a tuple of one: a journal's settings may have any value."""
+    """Return a sequence as a tuple, and any other value as a tuple of one; journaled settings may have any value."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 

@@ -25,12 +25,12 @@ from prefect_tune.core.search.space import (
     validate_space,
 )
 
-# Grid points are never listed: each point, even of nested and conditional grids, has a number in mixed radix. The
-# alphabetically first parameter changes fastest: the order of keys in the space, or in a journal's copy, is irrelevant.
+# Grid points are numbered, not listed: each point, even of nested and conditional grids, has a number in mixed radix.
+# The alphabetically first parameter changes fastest, so the order of keys, in a space or a journal, does not matter.
 
 
 def extract_grids(node: object) -> object:
-    """Return a part of a space, reduced to its grids; the other functions of this module take the result."""
+    """Return a part of a space, reduced to its grids. The other functions for grid points take this result."""
     match node:
         case dict():
             return {key: extract_grids(node[key]) for key in sorted(node) if has_grid(node[key])}
@@ -53,7 +53,7 @@ def count_grid_points(node: object) -> int:
 
 
 def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the name of each grid that point number `point` fixes, and the index of the grid's option."""
+    """Yield the name of each grid to which point number `point` gives an option, and the index of this option."""
     if isinstance(node, Grid):
         index, first = next(pair for pair in reversed([*enumerate(_first_point_numbers(node))]) if pair[1] <= point)
         yield name, index
@@ -64,7 +64,7 @@ def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tupl
 
 
 def find_grid_points(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`, usually one; empty if the grid does not have the value."""
+    """Return the numbers of the points that give `value`, usually one; empty if no point of the grid gives it."""
     if isinstance(node, Grid):
         pairs = zip(_first_point_numbers(node), node.options, strict=True)
         return [
@@ -104,11 +104,11 @@ def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
 DEFAULT_NUM_SAMPLES = 10
 """The default of `num_samples` for a space with random parameters."""
 UNLIMITED = -1
-"""The value of `num_samples` for a search without limit: a stopper or another limit ends the experiment."""
+"""The value of `num_samples` for a search without limit; a stopper or another limit ends the experiment."""
 
 
 def get_default_num_samples(space: Space) -> int:
-    """Return 1 for a space of grids only, where repeated trials are equal; else 10. Raises like `validate_space`."""
+    """Return 1 for a space of grids only, as more samples would be equal; else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
@@ -125,7 +125,7 @@ class RandomSearch(Search):
 
     A draw depends only on the seed, the trial's number and the parameter's name. So a resumed search proposes the same
     trials, and a change of one parameter does not change the draws of others. Earlier trials count, even if
-    `num_samples` or the space has changed: the grid points with the fewest tries come next. Metrics have no effect.
+    `num_samples` or the space has changed, so the grid points with the fewest tries come next. Metrics have no effect.
 
     ```python
     search = pt.RandomSearch(20, points_to_evaluate=[{"lr": 0.01}])
@@ -139,7 +139,7 @@ class RandomSearch(Search):
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
-    """Whether to draw random parameters once per sample of the grid: all points of the grid then share the draws."""
+    """Whether to draw random parameters once per sample of the grid, so that all points of the grid share the draws."""
 
     def __post_init__(self) -> None:
         convert_scalar_fields(self)
@@ -147,7 +147,7 @@ class RandomSearch(Search):
         object.__setattr__(self, "points_to_evaluate", validate_initial_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin without an objective. Raises `InvalidInput` also if a point to evaluate is outside of the space."""
+        """Begin; the objective has no effect. Raises `InvalidInput` also if a point to evaluate is not in the space."""
         del objective
         return _RandomSearchState(self, validate_space(space), self._resolve_num_samples(space), seed)
 
@@ -161,7 +161,7 @@ class RandomSearch(Search):
 
 
 class _RandomSearchState(SearchState):
-    """The points that are left to try. `suggest` calls `restore_trial` to record its proposal, as a resume does."""
+    """The points that are left to try. `suggest` records its proposal with `restore_trial`, like a resume."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space

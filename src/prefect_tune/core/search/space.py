@@ -79,8 +79,8 @@ def option_path(name: str, index: int) -> str:
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
     """Call all functions of `sample_from` in a valid `space`, for trial 0 and some other trials.
 
-    Each of the other trials takes one option that is a nested space: a function may read the parameters of this option.
-    Raises like `resolve_space`.
+    Each of the other trials takes another option that is a nested space, because a function may read parameters that
+    only this option has. Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
@@ -162,7 +162,7 @@ class _SpaceResolver:
         if name in self._computing:
             cycle = " -> ".join([*self._computing[self._computing.index(name) :], name])
             raise InvalidInput(
-                f"sample_from at {name}: the value depends on itself, {cycle}; compute one of them from other values"
+                f"sample_from at {name}: the value depends on itself, {cycle}; compute one of these from other values"
             )
         self._computing.append(name)
         try:
@@ -223,7 +223,7 @@ class _LazyConfig(Mapping[str, object]):
 
 @dataclass(frozen=True, slots=True)
 class ParameterMatch:
-    """A parameter's drawn or computed value, or the index of its drawn option."""
+    """A parameter of the configuration, with its drawn or computed value, or with the index of its drawn option."""
 
     name: str
     node: Domain | SampleFrom
@@ -254,13 +254,13 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
     ParameterOmission: 1,
     ParameterMismatch: _MISMATCH_DISTANCE,
 }
-"""The distance of a reading from an exact match: a missing parameter is nearer than a mismatch."""
+"""The distance of a reading from an exact match; a missing parameter is nearer than a mismatch."""
 
 
 def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that gives exactly the value, else as the first option that can contain it.
+    A choice is read as the first option that matches the value exactly, or else except for omitted parameters.
     """
     return _interpret_object(space, config, "")
 
@@ -335,7 +335,7 @@ InitialPoint = Mapping[str, object]
 
 
 def validate_initial_points(points: Sequence[InitialPoint]) -> tuple[dict[str, object], ...]:
-    """Return `points_to_evaluate` as plain JSON; raise `InvalidInput` if a point is not an object of plain values."""
+    """Return `points_to_evaluate` as plain JSON; raise `InvalidInput` if a point is not a dict of plain values."""
     copies = [to_plain_node(point, f"points_to_evaluate[{index}]") for index, point in enumerate(points)]
     for index, point in enumerate(copies):
         if not isinstance(point, dict) or any(find_domains(point)):

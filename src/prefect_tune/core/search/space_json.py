@@ -36,7 +36,7 @@ from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Loads the function of a `sample_from` by `package.module:name`. Loading imports code: only for trusted documents."""
+"""Loads a function of `sample_from` by its `package.module:name`. This runs code; use it only for trusted documents."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
     function.__name__: function
@@ -74,7 +74,7 @@ _DISTRIBUTION_BY_FIELDS = {
     )
 }
 _OPTION_CLASS_BY_FIELDS = {frozenset(names.split()): name for name, names in OPTION_FIELDS.items()}
-_CONSTANT_HINT = 'If it is a value of your configuration, write {"constant": ...}'
+_CONSTANT_HINT = 'If this object is a value of your configuration, write {"constant": ...}'
 _MIN_SIMILARITY = 0.8
 _NO_ARGUMENTS: Mapping[str, object] = {}
 
@@ -178,7 +178,7 @@ def _find_domain_keyword(node: Mapping[Any, object]) -> str | None:
 
 
 def _reject_option_object(node: Mapping[str, object], where: str) -> None:
-    """Raise if `node` is an option object: a scheduler in JSON form, or only the fields of an option class."""
+    """Raise if `node` is an option object: for example a scheduler in JSON form, or as a dict of its fields."""
     if len(node) == 1 and (name := next(iter(node))) in OPTION_FIELDS and isinstance(node[name], Mapping):
         raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}. {_CONSTANT_HINT}")
     if (name := match_option_class(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
@@ -198,7 +198,7 @@ def match_option_class(node: Mapping[str, object]) -> str:
 
 
 def find_distribution(node: object) -> Mapping[str, object] | None:
-    """Return the first distribution in a plain value, in JSON form or as a dict without its class; otherwise None."""
+    """Return the first distribution in a plain value, in JSON form or as a dict of its fields; None without one."""
     if isinstance(node, Mapping):
         return node if is_distribution(node) else find_distribution(list(node.values()))
     return next(filter(None, map(find_distribution, node)), None) if isinstance(node, list) else None
@@ -313,5 +313,5 @@ class NamedOptions(HasJsonForm):
 
 
 def get_json_key(field: Field[Any]) -> str:
-    """Return the name of a field in JSON."""
+    """Return the name of a field in JSON; for a duration, the name ends in `_seconds`."""
     return f"{field.name}_seconds" if field.metadata.get("json") == "seconds" else field.name

@@ -1,1 +1,1 @@
-"""The object store protocol, the layout of keys, conditional creates, checksummed documents."""
+"""The object store protocol, the paths of all objects, conditional creates, and checksummed documents."""

@@ -1,7 +1,7 @@
-"""Documents that contain their own digest: a reader gets exactly the bytes that were written.
+"""Documents that contain their own digest, by which a reader detects any change of the stored bytes.
 
-Each kind of document has its own version. A document of an older version is upgraded when it is read, after its digest
-was checked; the stored document is not rewritten.
+Each kind of document has its own version. If a document has an older version, a reader checks the digest first, and
+then upgrades the document in memory; the stored document is not rewritten.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from prefect_tune.core.storage.object_store import Buffer, ObjectStore
 from prefect_tune.core.values import Value, canonical_json, hash_bytes, parse_json
 
 MAX_DOCUMENT_BYTES = 512 * 1024 * 1024
-"""No larger document is written; a larger object is damaged or foreign, and is not read."""
+"""Larger documents are never written, so a larger object is damaged or foreign, and is not read."""
 _FIRST_READ_BYTES = 4 * 1024 * 1024
 _MAX_LISTINGS = 10
 _DIGEST_KEY = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-"""Converts the JSON of one version to the next version. May change its argument; does not set `version`."""
+"""Converts a document's JSON from one version to the next. May change its argument; does not set `version`."""
 
 
 class Document(Value):
@@ -33,7 +33,7 @@ class Document(Value):
     format: str
     version: int
     upgrades: ClassVar[Mapping[int, Upgrade]] = {}
-    """For each older version that can still be read, the upgrade to the next version."""
+    """Maps each older version that can still be read to the upgrade to the next version."""
     oldest_version: ClassVar[int]
     current_version: ClassVar[int]
 
@@ -55,24 +55,24 @@ def seal(value: Document) -> bytes:
     """Return `value` as canonical JSON with its own digest.
 
     Raises:
-        InvalidInput: `value` holds a value that JSON cannot represent (a NaN, an object, infinite nesting), or is
-            larger than `MAX_DOCUMENT_BYTES`.
+        InvalidInput: `value` contains something that JSON cannot represent (a NaN, a Python object, infinite
+            nesting), or its JSON is larger than `MAX_DOCUMENT_BYTES`.
     """
     return _encode_value(value)[1]
 
 
 def seal_and_read_back(value: _Value) -> tuple[bytes, _Value]:
-    """Return `seal(value)` and the value that a reader will see; faster than `seal` and then `unseal`.
+    """Return `seal(value)` and the value that a reader will see; faster than `seal` followed by `unseal`.
 
     Raises:
-        InvalidInput: `value` cannot be written, or could not be read back.
+        InvalidInput: `value` cannot be written, or a reader would reject it.
     """
     bare, sealed = _encode_value(value)
     return sealed, parse_json(type(value), bare, InvalidInput, type(value).__name__)
 
 
 def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buffer:
-    """Return a complete object of at most `MAX_DOCUMENT_BYTES`; raise `error` for a larger object without reading it.
+    """Return the complete object at `path`; raise `error`, without a full read, if it exceeds `MAX_DOCUMENT_BYTES`.
 
     Raises:
         ObjectNotFound: there is no object.
@@ -90,7 +90,7 @@ def read_document(store: ObjectStore, path: str, error: type[Exception]) -> Buff
 
 
 def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[Exception]) -> _Model | None:
-    """Read the object at `path`, and `unseal` it; None if it does not exist. Raises like `unseal`."""
+    """Read and `unseal` the object at `path`; None if there is no object. Raises like `unseal`."""
     try:
         data = read_document(store, path, error)
     except ObjectNotFound:
@@ -99,23 +99,23 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 
 
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
-    """Read the last numbered document in `folder`; None if there is none. Raises like `unseal`.
+    """Read the last numbered document in `folder`; None if the folder has no document. Raises like `unseal`.
 
-    The writer of the folder deletes older documents. So a listed document may be missing; a newer one then exists.
+    The folder's writer deletes older documents, so a listed document may be gone; then a newer document exists.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
             return None
         if (document := read_sealed(store, model, paths[-1], error)) is not None:
             return document
-    raise error(f"{folder}: {_MAX_LISTINGS} listings in a row contain a document that does not exist; try again")
+    raise error(f"{folder}: {_MAX_LISTINGS} times in a row, the newest listed document did not exist; try again")
 
 
 def unseal(model: type[_Model], data: Buffer, where: str, error: type[Exception]) -> _Model:
-    """Read a sealed `model`, and verify every byte, the version and every field.
+    """Read a sealed `model` from `data`, and verify every byte, the version and every field.
 
     Raises:
-        UnknownVersion: the release that wrote it is too new or too old.
+        UnknownVersion: the release that wrote the document is too new or too old.
     Any other problem is raised as `error`.
     """
     body, bare = verify_document(model, data, where, error)
@@ -129,8 +129,8 @@ def verify_document(
 ) -> tuple[dict[str, Any], bytes]:
     """Verify a sealed `model`; return its JSON in the stored version, without the digest, as a dict and as bytes.
 
-    The fields are not checked. A newer version is reported before the digest is checked: a newer release may seal
-    documents differently, and such a document must not be reported as damaged.
+    The fields are not checked. A newer version is reported before the digest is checked, because a newer release may
+    seal documents differently, and such a document must not be reported as damaged.
 
     Raises:
         UnknownVersion: see `unseal`.
@@ -154,7 +154,7 @@ def verify_document(
     try:
         bare, sealed = _encode_body(body)
     except (ValueError, RecursionError):
-        bare, sealed = b"", b""  # a NaN or infinite nesting: `seal` writes neither
+        bare, sealed = b"", b""  # a mismatch: `seal` writes no NaN and no infinite nesting
     if sealed != data:
         mismatch = f"expected digest {str(stored_digest)[:12]}…, found {hash_bytes(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")
@@ -202,7 +202,7 @@ def _encode_body(body: dict[str, object]) -> tuple[bytes, bytes]:
     return bare, join_members(before, f'"{_DIGEST_KEY}":"{hash_bytes(bare)}"'.encode(), after)
 
 
-# Sign and verify settings: a valid signature proves that a process with the key wrote them.
+# Sign and verify settings. A valid signature proves that a process with the key wrote the settings.
 #
 # Write access to the target is not enough to sign. The signature is an HMAC over all settings and the experiment's
 # name, so settings that were signed for one experiment are invalid for another. Settings contain their signature.
@@ -212,7 +212,7 @@ _SIGNATURE_FORMAT = "hmac-sha256-v1"
 
 
 def add_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> dict[str, object]:
-    """Return `settings` with their signature by `key` for `experiment`."""
+    """Return `settings` with the signature that `key` makes for `experiment`, in place of an earlier signature."""
     return {**strip_signature(settings), _SIGNATURE_KEY: _compute_signature(settings, experiment, key)}
 
 
@@ -227,7 +227,7 @@ def has_signature(settings: Mapping[str, object]) -> bool:
 
 
 def has_valid_signature(settings: Mapping[str, object], experiment: str, key: bytes) -> bool:
-    """Return whether `settings` have a valid signature by `key` for `experiment`."""
+    """Return whether `settings` have the signature that `key` makes for `experiment`."""
     signature = settings.get(_SIGNATURE_KEY)
     expected = _compute_signature(settings, experiment, key).encode()
     return isinstance(signature, str) and hmac.compare_digest(signature.encode(), expected)

@@ -1,23 +1,23 @@
-"""Reuse the name of a deleted experiment: each deletion ends a generation of the name.
+"""Reuse the name of a deleted experiment. Each deletion ends one generation of the name.
 
-The idea: all objects of an experiment are in the folder of a generation, 1 for a new name. The deletion of generation N
-is final when the marker of generation N + 1 exists, and deletes objects only after that.
+All objects of an experiment are in the folder of its generation, which is 1 for a new name. The deletion of generation
+N is final once the marker of generation N + 1 exists; objects are deleted only after that.
 
     first/1/journal/…                                     generation 1 is current: there is no marker
     first/1/journal/…  first/generations/0000000002.json  generation 1 has ended, and is being deleted
                        first/generations/0000000002.json  the state after a deletion
     first/2/journal/…  first/generations/0000000002.json  the name is used again
 
-- **Current generation**: the highest marker, or 1. A process looks it up once (`find_current_journal`), then uses its
-  keys.
+- **Current generation**: the number of the highest marker; 1 without markers. A process looks the generation up once
+  (`find_current_journal`), and then uses the returned key for all paths.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
-  it creates its entry, *then* checks that the journal's first entry exists: a deletion deletes the first entry first.
-  If this entry exists, no deletion had begun, and the conditional create has fenced off earlier owners: see `journal`.
-- **A late run** that looks up its experiment by name for each write is refused: the marker names the run.
-- **Garbage**: everything in the folder of an ended generation. Its deletion, a later one or maintenance removes it.
+  it creates its entry, *then* checks that the journal's first entry still exists: a deletion deletes that entry first.
+  If the first entry exists, no entry had been deleted, and the conditional create stops earlier owners: see `journal`.
+- **A late run** that looks up its experiment by name for each write is refused, because the marker lists the run.
+- **Garbage**: all objects of ended generations. A later deletion, or maintenance, removes what a deletion left behind.
 
-Never: delete an object before the marker exists, or an object of the current generation; treat a generation as ended
-without a marker.
+Never delete an object of the current generation, or any object before the marker exists. Never treat a generation as
+ended without a marker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prefect_tune.core.values import validate_name
 
 
 class GenerationMarker(Document):
-    """Marks the beginning of a generation of an experiment's name: the previous generation is deleted."""
+    """Marks the beginning of a generation of an experiment's name, and so the end of the previous generation."""
 
     format: Literal["prefect-tune/generation"] = "prefect-tune/generation"
     version: Literal[1] = 1
@@ -44,11 +44,11 @@ class GenerationMarker(Document):
     deleted_by: str
     """The process that deleted the previous generation."""
     writers: tuple[str, ...] = ()
-    """The identities of the owners of all earlier generations, except runs that deleted a generation."""
+    """The identities of the owners of all earlier generations, without the runs that deleted a generation."""
 
 
 class UnnamedCall(Document):
-    """Identifies the call in a flow run to which this experiment belongs. The call gave no experiment name."""
+    """Identifies the call, within a flow run, to which this experiment belongs. The call gave no experiment name."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1
@@ -56,10 +56,10 @@ class UnnamedCall(Document):
 
 
 def claim_experiment(store: ObjectStore, experiment: str, call: str) -> bool:
-    """Claim the experiment for `call`; return whether it belongs to this call. The first claim wins. Idempotent.
+    """Claim the experiment for `call`; return whether it now belongs to `call`. The first claim wins. Idempotent.
 
     Raises:
-        CommitUnknown: the target did not say whether it wrote; call again.
+        CommitUnknown: the target did not say whether it wrote the claim; call again.
     """
     journal = find_current_journal(store, experiment)
     try:
@@ -108,17 +108,17 @@ def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
     """Raise Superseded if the generation of the journal has ended. Makes one listing, and one read before it raises."""
     if is_generation_deleted(store, journal):
         by = ""
-        with suppress(TuneError):  # for the message only: a later deletion may have deleted the marker
+        with suppress(TuneError):  # the marker only completes the message; a later deletion may have deleted it
             if marker := read_sealed(store, GenerationMarker, _marker_path(journal, 1), JournalCorrupt):
                 by = f" at {marker.at} by {marker.deleted_by}"
-        raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: another one may use its name now")
+        raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: another experiment may use the name")
 
 
 def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
-    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. At most one read."""
+    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. One read at most."""
     if writer in _read_earlier_writers(store, journal):
         raise Superseded(
-            f"{journal}: the experiment that this run wrote was deleted; its name is free, or used by another one. "
+            f"{journal}: the experiment that this run wrote was deleted; its name is free, or another experiment's. "
             "Stop here, or start the run again"
         )
 
@@ -127,17 +127,17 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # a missing marker means that this generation has also ended
+    return marker.writers if marker else ()  # without its marker, this generation has ended, too: writes fail
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
-    """Create the marker that ends the generation of the journal, unless it has ended already.
+    """Create the marker that ends the generation of the journal, unless that generation has already ended.
 
     `by` is the process that deletes the generation; `writers` are the identities of its owners.
 
     Raises:
-        CommitUnknown: the target did not say whether it wrote; call again.
-        JournalCorrupt: the marker of the generation is damaged.
+        CommitUnknown: the target did not say whether it wrote the marker; call again.
+        JournalCorrupt: the marker with which the journal's generation began is damaged.
     """
     if is_generation_deleted(store, journal):
         return
@@ -148,7 +148,7 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
 
 
 def list_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
-    """Return the objects of earlier generations of a name, and their markers. No request for generation 1."""
+    """Return the objects and markers of the generations of a name before `generation`; no request if it is 1."""
     if generation == 1:
         return ()
     items = store.list(validate_name(experiment))
@@ -198,14 +198,14 @@ def list_experiment_names(store: ObjectStore) -> Sequence[str]:
 
 
 def find_experiment_names(paths: Iterable[str]) -> Sequence[str]:
-    """Return the names of the experiments among the objects at `paths`: the folders with a journal's first entry.
+    """Return the names of the experiments at `paths`: the names of folders that contain a journal's first entry.
 
-    Includes experiments of a development version, which cannot be loaded.
+    Includes the experiments that a development version wrote; they cannot be loaded.
     """
     existing = set(paths)
     names = []
     for name, generation in sorted(_find_current_generations(existing).items()):
-        with suppress(InvalidInput):  # a foreign folder, whose name is not a valid experiment name
+        with suppress(InvalidInput):  # skip a foreign folder: its name is not a valid experiment name
             current = JournalKey(experiment=name, generation=generation).entry_path(1)
             if current in existing or _legacy_first_entry_path(name) in existing:
                 names.append(name)
@@ -226,7 +226,7 @@ def _find_current_generations(paths: Iterable[str]) -> dict[str, Generation]:
 
 
 def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
-    """Return the names of the experiments with objects of ended generations among `paths`."""
+    """Return the names of the experiments that have objects of ended generations at `paths`."""
     existing = set(paths)
     current = _find_current_generations(existing)
     paths_by_name = ((path.partition("/")[0], path) for path in existing if "/" in path)
@@ -234,8 +234,8 @@ def find_names_with_garbage(paths: Iterable[str]) -> Sequence[str]:
 
 
 def no_experiment_message(store: ObjectStore, name: str, uri: str) -> str:
-    """Return the message that `store` at `uri` has no experiment `name`, with a similar name if there is one."""
+    """Return the message that `store` at `uri` has no experiment `name`; it suggests a similar name if there is one."""
     hint = ""
-    with suppress(TuneError):  # the hint is optional
+    with suppress(TuneError):  # without a listing, the message has no hint
         hint = did_you_mean(name, list_experiment_names(store))
     return f"there is no experiment {name!r} at {uri}{hint}"

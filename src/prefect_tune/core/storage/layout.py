@@ -18,7 +18,7 @@
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
-`generations` finds the current generation of a name. All paths are made from keys, and each key holds the generation.
+The module `generations` finds the current generation of a name. Each path is made from a key with its generation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _check_portable_path(path: str) -> str:
     if not is_normalized_path(path) or "\\" in path:
         raise ValueError(f"path {path!r} is not a plain relative path")
     if is_path_too_long(path):
-        raise ValueError(f"path {path[:40]!r}…: expected names of at most 255 bytes, 4096 in all")
+        raise ValueError(f"path {path[:40]!r}…: expected names of at most 255 bytes, and 4096 bytes in all")
     return path
 
 
@@ -53,7 +53,7 @@ PortablePath: TypeAlias = Annotated[str, AfterValidator(_check_portable_path)]
 """A relative path that names the same file in its folder on every operating system."""
 
 Generation: TypeAlias = Annotated[int, Field(ge=1)]
-"""The number of an experiment among all experiments of its name, from 1: each deletion ends a generation."""
+"""The number of an experiment among all experiments of its name, from 1. Each deletion ends a generation."""
 
 
 class JournalKey(Value):
@@ -74,7 +74,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call_path(self) -> str:
-        """The path of the document that identifies the call to which an experiment without a name belongs."""
+        """The path of the document that identifies the experiment's call, if the call gave no experiment name."""
         return f"{self.folder}/unnamed-call.json"
 
     @property
@@ -94,7 +94,7 @@ class JournalKey(Value):
         return document_path(f"{self.folder}/requests", number)
 
     def live_status_path(self, term: int, number: int) -> str:
-        """Return the path of live status `number` (from 1) of the owner of `term`; only the newest number is kept."""
+        """Return the path of live status `number` (from 1) of the owner of `term`; only the newest status is kept."""
         return f"{self.live_folder}/{_pad_number(term)}-{_pad_number(number)}.json"
 
     def entry_path(self, number: int) -> str:
@@ -147,12 +147,12 @@ NON_ARTIFACT_PATTERNS = (
 def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
     """Return whether the file at `path` (relative to a trial's directory, with slashes) matches a pattern.
 
-    A shell pattern (`*`, `?`, `[...]`; `*` also matches slashes) matches files and folders; everything in a matching
-    folder matches, too:
+    These are shell patterns (`*`, `?`, `[...]`), in which `*` also matches slashes. They match files and folders; if a
+    folder matches, so does everything in it.
 
-    - a pattern with a slash is compared with the path from the top of the directory (`logs/*.tmp`);
-      a leading `./` has the same effect: `./rank_*` matches only at the top;
-    - a pattern without a slash is compared with names at any depth (`*.tmp`, `__pycache__`).
+    - A pattern with a slash is compared with the path from the top of the directory (`logs/*.tmp`).
+      A leading `./` has the same effect, so `./rank_*` matches only at the top.
+    - A pattern without a slash is compared with names at any depth (`*.tmp`, `__pycache__`).
     """
     names = path.split("/")
     prefixes = ["/".join(names[:depth]) for depth in range(1, len(names) + 1)]
@@ -165,13 +165,13 @@ def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
 
 
 def join_uri(root_uri: str, folder: str) -> str:
-    """Return the URI of a folder or file on a target; it ends with the query options of the target's URI."""
+    """Return the URI of a folder or file on a target, with the query options of the target's URI at its end."""
     root, mark, options = root_uri.partition("?")
     return f"{root if root.endswith('/') else f'{root}/'}{folder}{mark}{options}"
 
 
 class CheckpointOrigin(Value):
-    """The original of a cloned checkpoint, in another trial. A clone uses the original's manifest and bytes."""
+    """The checkpoint of another trial from which a clone was made. The clone uses the original's manifest and bytes."""
 
     trial: TrialId
     step: int
@@ -206,7 +206,7 @@ class TrialKey(Value):
         return f"{self.folder}/artifacts"
 
     def checkpoint_key(self, checkpoint: CheckpointRef) -> CheckpointKey:
-        """Return the key of the manifest of a checkpoint of this trial; for a clone, the key of its origin."""
+        """Return the key under which a checkpoint of this trial is stored; for a clone, the key of its origin."""
         if (origin := checkpoint.origin) is not None:
             folder = self.journal_key.trial_key(origin.trial)
             return CheckpointKey(trial=folder, step=origin.step, sequence=origin.sequence)
@@ -234,7 +234,7 @@ class TrialKey(Value):
         return f"{self.folder}/nodes"
 
     def blob_path(self, digest: Digest, sequence: int) -> str:
-        """Return the path of a blob first written by the save with this sequence."""
+        """Return the path of a blob that was first written by the save with this sequence."""
         return f"{self.blobs_folder}/{digest}-{_pad_number(sequence)}"
 
 
@@ -259,7 +259,7 @@ class NodesKey(Value):
 
     @classmethod
     def from_path(cls, trial: TrialKey, path: str) -> NodesKey | None:
-        """Return the attempt whose nodes wrote the object at `path`; None for a foreign file."""
+        """Return the key of the attempt whose nodes wrote the object at `path`; None for a foreign file."""
         attempt = path.removeprefix(f"{trial.nodes_folder}/").partition("/")[0]
         if not (attempt.isascii() and attempt.isdecimal()):
             return None
@@ -296,7 +296,7 @@ class CheckpointKey(Value):
 
     @classmethod
     def from_manifest_path(cls, trial: TrialKey, path: str) -> CheckpointKey | None:
-        """Return the key whose manifest is stored at `path`; None for a foreign file."""
+        """Return the key of the checkpoint whose manifest is stored at `path`; None for a foreign file."""
         name = path.removeprefix(f"{trial.checkpoints_folder}/").removesuffix(f"/{MANIFEST_FILE}")
         step, _, sequence = name.partition("-")
         if not (step.isdecimal() and sequence.isdecimal()):
@@ -306,7 +306,7 @@ class CheckpointKey(Value):
 
 
 def blob_sequence(path: str) -> int:
-    """Return the sequence in a blob's name; -1 for a foreign file, so that it counts as older than every save."""
+    """Return the sequence in a blob's name; -1 for a foreign file, which then counts as older than every save."""
     sequence = path.rpartition("-")[2]
     return int(sequence) if sequence.isascii() and sequence.isdecimal() else -1
 
@@ -317,6 +317,6 @@ ResultsTable: TypeAlias = Literal["trials", "reports"]
 def results_path(experiment: JournalKey, rows: ResultsTable, number: int) -> str:
     """Return the path of the Parquet file with the results after entry `number` of the journal.
 
-    Only the file with the highest number is kept: the journal can recreate all of them.
+    Only the file with the highest number is kept, because all of them can be made again from the journal.
     """
     return document_path(f"{experiment.folder}/results/{rows}", number, "parquet")

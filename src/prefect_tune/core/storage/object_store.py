@@ -21,36 +21,36 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def is_normalized_path(path: str) -> bool:
-    """Return whether a relative path is normalized and stays in its folder: no empty part, '.', '..' or NUL."""
+    """Return whether a relative path stays in its folder and is normalized (no empty part, '.', '..' or NUL)."""
     return not any(part in ("", ".", "..") for part in path.split("/")) and "\0" not in path
 
 
 def is_path_too_long(path: str) -> bool:
-    """Return whether a relative path is too long for file systems: a name of over 255 bytes, or over 4096 in all."""
-    if len(path) < 64:  # no character has more than 4 bytes
+    """Return whether a relative path is too long for file systems: over 255 bytes in a name, or over 4096 in all."""
+    if len(path) < 64:  # at most 252 bytes, since no character has more than 4
         return False
     return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
 
 
 TEMPORARY_FOLDER = ".tmp"
-"""The folder below a store's root for unpublished files; never listed, and not a valid path."""
+"""The folder below a store's root for unpublished files. It is never listed, and no object can be in it."""
 
 
 def validate_path(path: str) -> str:
-    """Return `path` if it can name an object: relative, normalized, `/`-separated, outside `TEMPORARY_FOLDER`.
+    """Return `path` if it is a relative, normalized, `/`-separated path outside `TEMPORARY_FOLDER`.
 
     Raises:
         InvalidInput: the path could lead out of the store, is not normalized, or is in `TEMPORARY_FOLDER`.
     """
     if not is_normalized_path(path):
-        raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' and NUL")
+        raise InvalidInput(f"{path!r}: expected a relative path without empty parts, '.', '..' or NUL")
     if path.partition("/")[0] == TEMPORARY_FOLDER:
         raise InvalidInput(f"{path!r}: {TEMPORARY_FOLDER!r} is reserved for unpublished files; choose another name")
     return path
 
 
 def validate_folder(prefix: str) -> str:
-    """Return a valid `prefix` without its trailing slash; "" is the root folder. Raises like `validate_path`."""
+    """Return `prefix` without its trailing slash; "" is the root folder. Raises like `validate_path`."""
     folder = prefix.removesuffix("/")
     return validate_path(folder) if folder else ""
 
@@ -68,19 +68,19 @@ class ObjectStore(Protocol):
 
     Every method returns within the store's timeout, or raises `StoreUnavailable` (a retry may help) or `StoreRefused`
     (credentials, permission, bucket: no retry helps). `DeadlineExceeded` is a `StoreUnavailable` after which no request
-    is left running. A store makes no decisions; the only retries are those of its client, within the timeout.
+    is still running. A store makes no decisions, and only its client library retries, within the timeout.
     Methods may be called from several threads at once.
     """
 
     @property
     def has_conditional_create(self) -> bool:
-        """Whether `create` is atomic among writers; otherwise the target supports only one writer."""
+        """Whether `create` is atomic if several writers call it; if not, the target supports only one writer."""
 
     def create(self, path: str, data: Buffer) -> None:
-        """Write `data` at `path` unless an object exists there: completely and durably, or not at all.
+        """Write `data` at `path`, completely and durably or not at all, unless an object exists there.
 
         Raises:
-            AlreadyExists: an object exists at `path`; after a lost reply, this same write may have created it.
+            AlreadyExists: an object exists at `path`. If a reply was lost, this same call may have created it.
             CommitUnknown: the target did not say whether it wrote.
         """
 
@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until the write ends, readers see the previous object; without `has_conditional_create`, they may see none.
+        Until the write ends, readers see the previous object; without `has_conditional_create`, they may see no object.
         A retry iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
 
@@ -129,8 +129,8 @@ class ObjectStore(Protocol):
 # Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
 
 SINGLE_WRITER_MESSAGE = (
-    "expected a target with atomic create-if-absent, found one without it: there, two writers can overwrite each "
-    "other, and the target cannot show whether an owner is running. Stop every run on it, copy it to a target with "
+    "expected a target with atomic create-if-absent, found one without: on it, two writers can overwrite each other, "
+    "and nothing shows whether an owner is running. Stop every run on this target, copy its files to a target with "
     "create-if-absent (`prefect-tune blocks check TARGET` tests it), and repeat the command there"
 )
 
@@ -138,8 +138,8 @@ SINGLE_WRITER_MESSAGE = (
 def create_idempotently(store: ObjectStore, path: str, data: bytes) -> None:
     """Create `path`; an existing object that equals `data` is success.
 
-    `data` contains a write id, so an object with equal bytes is from this same write: its reply was lost, or the client
-    retried and found the object of its first request.
+    `data` contains a write id, so an object with equal bytes is from this same write. Then the reply was lost, or the
+    client retried and found the object of its first request.
 
     Raises:
         AlreadyExists: the object holds the bytes of another writer.
@@ -160,6 +160,6 @@ def create_idempotently(store: ObjectStore, path: str, data: bytes) -> None:
 
 
 def require_conditional_create(store: ObjectStore, where: object) -> None:
-    """Raise `StoreRefused`, without a write, if the target supports only one writer: an owner may be active there."""
+    """Raise `StoreRefused` if the target supports only one writer, because an owner may be active there."""
     if not store.has_conditional_create:
         raise StoreRefused(f"{where}: only its owner may write there: {SINGLE_WRITER_MESSAGE}")

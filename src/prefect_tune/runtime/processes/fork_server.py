@@ -10,12 +10,12 @@ A template is forked in the same way. It imports a trainable, then becomes a for
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-The subreaper sets `PR_SET_CHILD_SUBREAPER`: orphaned descendants of the trial, in any session, become its children.
-When the trial's process exits, or when the supervisor requests it or exits, the subreaper ends all descendants and
+Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial, in any session, become children of the subreaper.
+When the trial's process exits, or when the supervisor exits or requests the end, the subreaper ends all descendants and
 reports the trial's wait status. The fork server is a child subreaper too, in a separate session, and ends the
 descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Descendants of the
 trial's process stay alive only if both the subreaper and the fork server are killed. Even then, the trial's process
-is not alive: Linux kills it together with its subreaper (`PR_SET_PDEATHSIG`).
+ends, because Linux kills it together with its subreaper (`PR_SET_PDEATHSIG`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
 
 
 def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
-    """Fork a process for each request."""
+    """Fork a process for each request, until the other end of `control` is closed or the supervisor exits."""
     become_subreaper()  # this process inherits the children of a killed subreaper
     ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
     original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
@@ -227,9 +227,9 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials. A template instead imports a trainable. If forks are then safe, it serves forks for its trials.
+    """Serve trials or, in a template, import a trainable and, if this process may be forked, fork processes for trials.
 
-    First, set up the process as if it had been started by exec.
+    First, the process is set up as if it had been started by exec.
     """
     os.setsid()
     die_with_parent()
@@ -264,8 +264,8 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
 def _fork_child(request: _ForkRequest) -> int:
     """Fork. Return the child's pid, or 0 in the child. If the fork fails, send the reason as status and return -1.
 
-    A fork while other threads run may hang forever. Some libraries end their threads in a fork handler. So the parent
-    looks for threads after the fork, and the child waits for the result.
+    A child that is forked while other threads run may hang forever. Since some libraries end their threads in a fork
+    handler, the parent looks for threads only after the fork, and the child waits for the result.
     """
     try:
         read_fd, write_fd = os.pipe()
@@ -302,11 +302,11 @@ def _send_status(status_fd: int, code: str, *arguments: object) -> None:
 
 # Import a trainable once, and then fork its trials from the process that imported it, if such forks are safe.
 # A forked child has only the thread that forked. Locks held by other threads stay locked in the child, and a GPU driver
-# or a socket that child and parent share breaks or hangs. So some fast and certain checks follow the import:
+# or a socket that child and parent share breaks or hangs. So fast and reliable checks follow the import:
 #
 # - libraries whose documentation forbids forks: JAX, TensorFlow, MPI;
 # - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
-# - threads: Python's at once, libraries' after each fork, since some libraries end their threads in a fork handler.
+# - threads: Python's own after the import; those of libraries after each fork, since some of them end in fork handlers.
 #
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
@@ -332,8 +332,8 @@ def _preload_trainable(request: ImportRequest) -> str | None:
     except BaseException as error:  # noqa: BLE001 - anything that the user's module raises, including SystemExit
         return f"its import raised {type(error).__name__}: {first_line(format_error_text(error))}"
     finally:
-        flush_output()  # else each fork prints it again
-        if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # else the module has set its own
+        flush_output()  # else each fork would print the buffered text again
+        if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # else the module has set its own threshold
             gc.set_threshold(*gc_threshold)
     if unsafe := [name for module, name in _FORK_UNSAFE_LIBRARIES.items() if module in sys.modules]:
         return f"it imports {' and '.join(unsafe)}, which cannot be forked"
@@ -345,9 +345,9 @@ def _preload_trainable(request: ImportRequest) -> str | None:
 
 
 def _warm_up_optimizer(trainable: object) -> None:
-    """Take a step with a PyTorch optimizer: the first step in a process imports 900 modules in 1.7 s of CPU time.
+    """Take a step with a PyTorch optimizer, since a process's first step imports 900 modules in 1.7 s of CPU time.
 
-    Do so only if the trainable's module mentions an optimizer. If that guess is wrong, only time is lost.
+    Do so only if the trainable's module mentions an optimizer. If the trainable does not use it, only time is lost.
     """
     name = getattr(trainable, "__module__", "")
     with suppress(Exception):  # `inspect` raises several exceptions if there is no source; trials report other errors

@@ -3,8 +3,8 @@
     import (`recording_import_effects` records the variables, directory and seeds that the module sets)
       └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's and the recorded state
 
-Never: two trials that draw the same numbers from a generator that the module did not seed; a trial that lacks the
-variables, the directory or the seeds that its module sets.
+Two trials never draw the same numbers from a generator that the module did not seed, and each trial has the variables,
+the directory and the seeds that its module sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 from prefect_tune.core.messages.process_messages import ProcessEnvironment
 
-# The functions that seed the global generators of modules. An unseeded generator draws other numbers in each process.
+# The functions that seed the global generators of modules. Unseeded generators draw different numbers in each process.
 _SEED_FUNCTIONS = {"random": "seed", "numpy.random": "seed", "torch": "manual_seed"}
 
 
@@ -52,8 +52,8 @@ _import_effects: _ImportEffects | None = None
 def reset_process_state(new: ProcessEnvironment) -> None:
     """Set the environment, working directory and temporary directory, and reseed the random generators.
 
-    Settings that the trainable's import has made are kept: see `recording_import_effects`. The state of the trainable
-    itself (its object, its modules) is not reset here, but by `reset_config`.
+    The changes that the trainable's import made are made again; see `recording_import_effects`. The state of the
+    trainable itself (its object, its modules) is not reset here, but by `reset_config`.
     """
     environment = {name.encode("latin-1"): value.encode("latin-1") for name, value in new.environment.items()}
     for name in os.environb.keys() - environment.keys():
@@ -64,7 +64,7 @@ def reset_process_state(new: ProcessEnvironment) -> None:
     tempfile.tempdir = None  # `tempfile` reads it from the environment again
     time.tzset()
     random.seed()
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # `import numpy` alone does not import it
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # `import numpy` alone does not load this module
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.seed()  # as in a new process
@@ -87,8 +87,8 @@ def has_recorded_import_effects() -> bool:
 def recording_import_effects() -> Iterator[None]:
     """Record the changes that the block, an import of the trainable's module, makes to this process.
 
-    `reset_process_state` applies them again: else a trial in a fork or in a reused process would lack the variables and
-    seeds that the module sets. If the import only draws from a generator, that generator is reseeded for each trial.
+    `reset_process_state` applies the changes again: else a trial in a fork or in a reused process would lack the
+    variables and seeds that the module sets. A generator that the import only draws from is reseeded for each trial.
     """
     global _import_effects  # noqa: PLW0603 - of the process, like the state that it describes
     seeded: set[str] = set()
@@ -115,7 +115,7 @@ def recording_import_effects() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # the import has removed it
+        with suppress(ValueError):  # the import has removed the finder
             sys.meta_path.remove(finder)
         for module, original in originals:
             setattr(module, _SEED_FUNCTIONS[module.__name__], original)
@@ -127,7 +127,7 @@ def recording_import_effects() -> Iterator[None]:
         generators.append((numpy_random.set_state, numpy_random.get_state()))
     if "torch" in seeded:
         torch = sys.modules["torch"]
-        generators.append((torch.manual_seed, torch.initial_seed()))  # GPUs too
+        generators.append((torch.manual_seed, torch.initial_seed()))  # seeds GPUs too
         generators.append((torch.set_rng_state, torch.get_rng_state()))
     now = dict(os.environb)
     _import_effects = _ImportEffects(
@@ -145,7 +145,7 @@ def _get_working_directory() -> str | None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Finds modules with the other finders, and makes the import of some modules call a function with the module."""
+    """Finds some modules with the other finders, and calls a function with each module right after its import."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions
@@ -167,7 +167,7 @@ class _PostImportFinder(MetaPathFinder):
 
 
 # Prefect's logging in a process that has no flow run and does not import Prefect by itself. Loggers print the records
-# that Prefect would send to its API: the printed output of the process becomes the log of its run.
+# that Prefect would send to its API, because the printed output of the process becomes the log of the trial's run.
 
 _EXTRA_LOGGERS_ENV = "PREFECT_LOGGING_EXTRA_LOGGERS"
 
@@ -204,7 +204,7 @@ def _make_logger_print(logger: logging.Logger) -> logging.Logger:
 
 
 def _patch_get_run_logger(module: ModuleType) -> None:
-    """Replace `get_run_logger` of Prefect's module: outside of a run, return a logger that prints."""
+    """Replace `get_run_logger` of Prefect's module, so that it returns a printing logger outside of a run."""
     original, missing_context_error = vars(module)["get_run_logger"], vars(module)["MissingContextError"]
 
     @wraps(original)
@@ -224,14 +224,14 @@ _run_logger_finder = _PostImportFinder({"prefect.logging.loggers": _patch_get_ru
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr: `os._exit` does not flush them."""
+    """Flush stdout and stderr, since `os._exit` does not flush them."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, replaced, or without a reader
             stream.flush()
 
 
 def clear_exit_handlers() -> None:
-    """Remove the `atexit` handlers that a forked process inherits: they would clean up state shared with other trials.
+    """Remove the `atexit` handlers that a forked process inherits, since they would clean up state of other trials.
 
     Children of `multiprocessing` do not run inherited handlers either.
     """
@@ -244,9 +244,9 @@ def clear_exit_handlers() -> None:
 
 
 def run_exit_handlers() -> None:
-    """Run the `atexit` handlers that this process has registered: `os._exit` does not run them.
+    """Run the `atexit` handlers that this process has registered, since `os._exit` does not run them.
 
-    Skip the handler of `multiprocessing`: it waits for children, which the subreaper ends.
+    Skip the handler of `multiprocessing`, which would wait for children that the subreaper ends.
     """
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         atexit.unregister(vars(util)["_exit_function"])

@@ -79,7 +79,7 @@ class _ReadyTrainable:
 
 
 def pop_program_arguments() -> tuple[int, int]:
-    """Return the two numbers of the command line, and remove them so that `sys.argv` is that of the user's script."""
+    """Remove the two numbers from the command line and return them; `sys.argv` is then that of the user's script."""
     numbers = int(sys.argv[1]), int(sys.argv[2])
     sys.argv[:] = sys.argv[3:]
     return numbers
@@ -149,7 +149,7 @@ def train_as_rank() -> None:
 
 
 def warm_up() -> None:
-    """Run a trivial attempt in this process, so that lazy imports and caches are filled once, not in every fork."""
+    """Run a trivial attempt in this process, so that lazy imports run and caches fill once, not in every fork."""
     start = Start(
         experiment="warm-up",
         trial="warm-up",
@@ -241,7 +241,7 @@ class _AttemptRunner:
         if self._whole_process:
             mark_as_trial_process(start, session.become_rank_0)
             write_trainable_for_spawn(start.trainable)
-        # An earlier attempt may have committed the last step, but not the trial's end.
+        # Train nothing if an earlier attempt has committed the last step, but has not ended the trial.
         if (reason := session.find_stop_reason()) is not None:
             return self._make_training_ended(TrialFinished(trial=start.trial, reason=reason))
         try:
@@ -303,7 +303,7 @@ class _AttemptRunner:
 
 @contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """Make a forked child exit when it returns from the trainable or the import: it must not send the trial's end."""
+    """Make a forked child exit when it returns from the trainable or the import, since it must not send the end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -322,7 +322,7 @@ def exiting_forked_children() -> Iterator[None]:
 
 
 _source_digests: dict[int, tuple[object, str]] = {}
-"""Trainables imported before a fork, by `id`, with the digest of their source: the file may change afterwards."""
+"""Trainables imported before a fork, by `id`, with the digest that their source had; the file may change later."""
 
 
 def record_source_digest(trainable: object) -> None:
@@ -334,13 +334,13 @@ def _get_source_digest(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is no source, for example of some pickled objects."""
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
-    with suppress(Exception):  # there is no source, the file was edited, or Python 3.11 parses in another thread
+    with suppress(Exception):  # no source, an edited file, or Python 3.11 while another thread parses code
         return hash_bytes(inspect.getsource(trainable).encode())[:16]
     return ""
 
 
 def _silence_stopped_threads() -> None:
-    """Print no traceback if `StopTraining` ends a thread: that is not an error."""
+    """Print no traceback if `StopTraining` ends a thread, since this is not an error."""
     original_hook = threading.excepthook
 
     def handle_thread_error(arguments: threading.ExceptHookArgs) -> None:
@@ -351,9 +351,9 @@ def _silence_stopped_threads() -> None:
 
 
 def _kill_group_after_parent_exit(supervisor: int) -> None:
-    """Kill the process group when this process has another parent: its supervisor has then exited, for any reason.
+    """Kill the process group as soon as this process has another parent, because its supervisor has then exited.
 
-    A pipe would not always show the exit: a fork of the supervisor may keep the pipe's other end open.
+    A pipe would not always show the exit, since a fork of the supervisor may keep the pipe's other end open.
     """
     while os.getppid() == supervisor:
         time.sleep(_PARENT_POLL_SECONDS)
@@ -368,10 +368,10 @@ _fork_state = threading.local()  # the signal mask before the fork, of each thre
 
 
 def ignore_group_signals() -> None:
-    """Ignore SIGTERM and SIGINT so that the trial can save: SLURM and terminals send them to the whole process group.
+    """Ignore SIGTERM and SIGINT, which SLURM and terminals send to the whole process group, so that the trial can save.
 
-    A handler is set, not SIG_IGN: programs that the trainable executes would inherit SIG_IGN. In a forked child, the
-    earlier handlers are restored, so that `Process.terminate()` ends the child.
+    A handler is set instead of SIG_IGN, since programs that the trainable executes would inherit SIG_IGN. In a forked
+    child, the earlier handlers are restored, so that `Process.terminate()` ends the child.
     """
     global _original_handlers  # noqa: PLW0603 - handlers are global too, and fork handlers take no arguments
     if not _original_handlers:
@@ -382,11 +382,11 @@ def ignore_group_signals() -> None:
 
 
 def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal to the process group: the supervisor asks the trial to save and end."""
+    """Ignore a signal to the process group, since the supervisor asks the trial to save and end."""
 
 
 def _block_ignored_signals() -> None:
-    """Block the signals during a fork: else a signal that the child gets before `_restore_handlers` would be lost."""
+    """Block the signals during a fork, else the child would lose a signal that arrives before `_restore_handlers`."""
     ignored = [number for number in _GROUP_SIGNALS if signal.getsignal(number) is _ignore_signal]
     _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
 

@@ -1,12 +1,12 @@
 """Temporary directories of this user on this machine: scratch directories of one process, and shared copies.
 
-A process has one folder for all its scratch directories, and holds a lock file next to the folder until the process
-exits. Before it makes its first scratch directory, it removes the folders of killed processes, whose locks are free.
+A process has one folder for all its scratch directories, and holds a lock next to the folder until the process exits.
+Before a process makes its first scratch directory, it removes the folders of killed processes, whose locks are free.
 
-One process copies a checkpoint, and the others wait. `fill_directory` fills a directory that the caller names.
-`shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last reader removes
-the copy. A copy gets its name only when it is complete. Leftovers of killed readers are removed after seven days
-without use. The names of locks, notes and copies contain the boot id, so that copies from an earlier boot are not used.
+If several processes need a checkpoint, one copies it, and the others wait. `fill_directory` fills a directory that the
+caller names. `shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last
+reader removes the copy. A copy gets its name only when it is complete. What killed readers leave is removed after seven
+days without use. The boot id is in the names of locks, notes and copies, so copies from an earlier boot are not used.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 def make_user_folder(base: str | None = None) -> Path:
     """Return the folder for temporary files of this user's processes, below `base`; create it if it is missing.
 
-    The default of `base` is `TMPDIR` and not the user's home: staged checkpoints are large, and homes may be shared by
-    machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user can write
-    to it.
+    The default of `base` is `TMPDIR` and not the user's home, because staged checkpoints are large, and homes may be
+    shared by machines, have quotas, or be missing in a container. The folder belongs to this user, and no other user
+    can write to it.
 
     Raises:
         StoreRefused: a file or another user's folder has this name, or the file system stores no owners or modes.
@@ -84,8 +84,8 @@ def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timede
 _LINK_PREFIX = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
 _MAX_SOCKET_BYTES = 107 if uses_linux_calls() else 103  # of a socket's path
-# A socket's path below a scratch directory: two numbers, then PyTorch's "/torch-shm-dir-XXXXXX/manager.sock" (34 bytes)
-# or multiprocessing's 32 bytes.
+# Below a scratch directory, the path of a socket has two numbers (9 bytes) and then PyTorch's 34 bytes
+# ("/torch-shm-dir-XXXXXX/manager.sock") or multiprocessing's 32 bytes.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
 _MAX_TMPDIR_CHARACTERS = 80
 _directory_numbers = itertools.count(1)
@@ -113,7 +113,7 @@ class ScratchDirectory:
 def _make_process_folder(process: int, base: str) -> Path:
     """Make and lock the parent of this process's scratch directories below `base`; remove folders of dead processes.
 
-    A forked child has its own folder. The returned path is short enough for sockets: if necessary, it is a link.
+    A forked child has its own folder. If the path is too long for sockets, a shorter link to the folder is returned.
     """
     user_directory = make_user_folder(base)
     _remove_unlocked_directories(user_directory, f"{_machine_digest()}-*", unused_for=timedelta(0))
@@ -163,7 +163,7 @@ def _make_short_link(folder: Path) -> Path | None:
 
 
 def _machine_digest() -> str:
-    """Return eight characters that identify this machine: its host name may be too long for a socket's path."""
+    """Return eight characters that identify this machine, since the host name may be too long for a socket's path."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
@@ -176,7 +176,7 @@ _LOCK_POLL_INTERVAL_SECONDS = 0.01
 
 @contextmanager
 def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
-    """Hold the lock `name` among this user's threads and processes on this machine; yield the path of its folder.
+    """Hold the lock `name` of this user's threads and processes on this machine; yield the path of the lock's folder.
 
     The kernel releases the lock of a dead process. The folder may be missing.
 
@@ -205,7 +205,7 @@ class DirectoryContent:
     """The content that a directory should have.
 
     `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If another process has
-    fetched from this source, its copy is used only if the fetch ended after this request began.
+    fetched from the same source, that copy is used only if the fetch ended after this request began.
     """
 
     content_id: str
@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
+    One of several concurrent readers fetches, and the others wait. If the fetch fails or is killed, another fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -241,7 +241,7 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
                 digest_file.write_text(compute_stat_digest(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
-            (directory / METADATA_FILE).unlink(missing_ok=True)  # other readers may have other metadata
+            (directory / METADATA_FILE).unlink(missing_ok=True)  # a hard link: other readers may have other metadata
             (directory / METADATA_FILE).write_bytes(content.metadata)
         try:
             yield directory
@@ -265,12 +265,12 @@ class DestinationInUse(InvalidInput):
 
 
 def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadline) -> None:
-    """Put `content` into `destination` by one rename; fetch nothing if `destination` has it already.
+    """Put `content` into `destination` by one rename; fetch nothing if `destination` already has this content.
 
     Raises:
         DestinationInUse: `destination` has other content; nothing was changed.
         InvalidInput: `destination` cannot be replaced by a rename.
-        DeadlineExceeded: another process was still filling it at the deadline.
+        DeadlineExceeded: another process was still filling `destination` at the deadline.
     """
     requested_at_seconds = time.monotonic()
     if destination.exists() and not destination.is_dir():
@@ -282,7 +282,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
         note: dict[str, Any] = {}
         with suppress(FileNotFoundError, ValueError):  # no note yet, or its writer was killed
             note = dict(json.loads((folder / "note").read_bytes()))
-        if "unfinished" in note:  # left by a killed process: only the lock's holder writes it
+        if "unfinished" in note:  # left by a killed process, since only the lock's holder writes notes
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):
                 shutil.rmtree(path, ignore_errors=True)
         if destination.exists() and any(destination.iterdir()):
@@ -293,7 +293,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
                 raise DestinationInUse(f"{destination}: not empty and not this checkpoint: remove it or choose another")
             metadata = destination / METADATA_FILE
             if content.metadata is not None and not (metadata.is_file() and metadata.read_bytes() == content.metadata):
-                replace_file(metadata, content.metadata)  # it changed after the directory was filled
+                replace_file(metadata, content.metadata)  # it has changed since the directory was filled
         else:
             destination.parent.mkdir(parents=True, exist_ok=True)
             (folder / "note").write_text(json.dumps({"unfinished": True}))

@@ -1,6 +1,6 @@
 """Local directories at both ends of a transfer: directories to upload, to fill by a download, or to copy.
 
-A directory or file appears complete or not at all: it is created next to its destination and then renamed.
+A directory or file appears complete or not at all, because it is created next to its destination and then renamed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _FileStatus: TypeAlias = tuple[int, int, int, int]
 
 
 class StagedFiles:
-    """A `StagedDirectory` of a local directory: listed once, read by position, never written."""
+    """A local directory as a `StagedDirectory`: it is listed once, its files are read by position, none is written."""
 
     def __init__(self, directory: Path) -> None:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is not a directory, or has an entry that cannot be read here or restored elsewhere (a link
+            InvalidInput: it is no directory, or has an entry that cannot be read here or restored elsewhere (a link
                 to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
             StagedFilesChanged: a file was deleted during the listing.
         """
@@ -100,15 +100,15 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
 
 
 _READ_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""Error numbers of a file that an attempt on another machine could not read either."""
+"""The error numbers of reads that would also fail in an attempt on another machine."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
-"""Limits of a path within a checkpoint: the path after a restore is longer, and Linux's limit is 4,095 bytes."""
+"""Limits of a path within a checkpoint. After a restore, the path is longer; Linux's limit is 4,095 bytes."""
 _SHOWN_CHARACTERS = 200
 
 
 @contextmanager
 def converting_read_errors(directory: Path) -> Iterator[None]:
-    """Convert system errors of files below `directory` to errors for the user, which name the path.
+    """Convert system errors of files below `directory` to errors that name the path for the user.
 
     Raises:
         InvalidInput: an entry cannot be read.
@@ -170,7 +170,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
-    The function reads the directory, but nothing from the target.
+    Only the directory is read, nothing from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -231,7 +231,7 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
     Raises:
         InvalidInput: the path of a file or folder is too long for the file system.
     """
-    other_modes: list[tuple[str, int]] = []  # to set at the end: read-only files, and modes that the umask forbids
+    other_modes: list[tuple[str, int]] = []  # set at the end: read-only modes, and modes that the umask forbids
     with building_directory(destination) as building:
         try:
             building.mkdir()
@@ -269,8 +269,8 @@ _READ_BYTES = 16 * 1024 * 1024
 def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
     """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
 
-    `folder` has the versions of the metadata that were written after the commit. If they are damaged, warn and return
-    None: the copy lacks these versions, but its other files are complete.
+    `folder` has the versions of the metadata that were written after the commit. If these are damaged, warn and return
+    None. The copy then lacks these versions, but its other files are complete.
     """
     try:
         metadata = read_newest_metadata(store, folder)
@@ -283,7 +283,7 @@ def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | Non
 
 
 def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file, which has no blob and replaces a committed metadata file."""
+    """Return `manifest` with `metadata` as its last file, which is in no blob; omit a committed metadata file."""
     if metadata is None:
         return manifest
     starts = range(0, len(metadata), CHUNK_BYTES)
@@ -361,7 +361,7 @@ def fetch_plain_directory(
 ) -> None:
     """Download all files below `folder`, but not below `excluded_folder`, to `destination`; add `metadata` as a file.
 
-    The files have no digests: the function checks their sizes, and lists them again at the end to detect changes.
+    The files have no digests, so their sizes are checked, and the files are listed again at the end to detect changes.
 
     Raises:
         CheckpointNotFound: there are no files.
@@ -462,7 +462,7 @@ def copy_directory(source: Path, destination: Path) -> None:
     A link to a file inside `source` becomes a file.
 
     Raises:
-        InvalidInput: a link in `source` leads out of it or to a directory, or an entry cannot be saved (`StagedFiles`).
+        InvalidInput: a link leads out of `source` or to a directory, or an entry cannot be saved (see `StagedFiles`).
         StagedFilesChanged: `source` changed during the copy.
     """
     staged = StagedFiles(source)
@@ -494,7 +494,7 @@ def building_directory(destination: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically: readers see the old or the new file, also after a power cut."""
+    """Write `data` to `path` atomically, so that readers see the old or the new file, even after a power cut."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with temporary.open("xb") as file:
