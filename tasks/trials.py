@@ -21,7 +21,7 @@ from prefect_tune.attempt.attempt import (
     stays_finished,
 )
 from prefect_tune.attempt.graceful_stop import run_interruptible
-from prefect_tune.attempt.nodes import train_node
+from prefect_tune.attempt.nodes import train_worker_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_channel import InProcessChannel, SearchChannel, WritingJournal
@@ -91,7 +91,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
     ):
         ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), log).run()
     if isinstance(ended.outcome, AttemptEnded):
-        log_failure(ended.outcome, ended.trial.attempt, spec, request.search_term, log)
+        log_failure(ended.outcome, ended.trial.attempt, spec, request.owner_term, log)
     return make_task_state(ended.outcome)
 
 
@@ -105,7 +105,7 @@ def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: Searc
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quieting_inner_tasks(), retrying_refusals(), closing(channel):
-        return make_node_state(train_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
+        return make_node_state(train_worker_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
 
 
 # The public task, for users' own flows.
@@ -216,6 +216,6 @@ def _run_attempt_without_search(spec: TrialSpec, state: Experiment, stop: thread
         reports = tuple(ReportReader(spec.target, state.key).read_reports(trial)) if has_history else ()
         journal = WritingJournal(name, JournalWriter(spec.target, state, make_trial_entry_writer(name)))
         with retrying_refusals(), closing(channel):
-            request = AttemptRequest(search_term=state.term, trial=trial, reports=reports)
+            request = AttemptRequest(owner_term=state.term, trial=trial, reports=reports)
             ended = Attempt(spec, request, channel, PrefectAttemptTasks(spec), get_run_log()).run_with_journal(journal)
     return ended.trial, ended.outcome

@@ -86,7 +86,7 @@ def showing_search_output(flow: str) -> Iterator[None]:
     Raises:
         KeyboardInterrupt: the kernel was interrupted; raised without the traceback of the waiting code.
     """
-    if not can_show_output():
+    if not can_show_html():
         yield
         return
     output = CellOutput(render_notebook_cell(Text([f"{flow}: starting …"], kind="legend")), f"{flow}: starting")
@@ -158,7 +158,7 @@ def live_output(
 # The kernel and its log.
 
 
-def can_show_output(environment: Mapping[str, str] = os.environ) -> bool:
+def can_show_html(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the cells of this process show HTML; `PREFECT_TUNE_PROGRESS=off` disables this."""
     # A kernel has already imported IPython and ipykernel, so this function need not import them.
     if environment.get("PREFECT_TUNE_PROGRESS") == "off" or "ipykernel" not in sys.modules:
@@ -186,7 +186,7 @@ def quiet_console() -> Iterator[None]:
         for handler in find_console_handlers():
             handler.addFilter(_QUIET_FILTER)  # adding it again has no effect
             console = getattr(handler, "console", None)
-            if isinstance(console, Console) and can_show_output():  # make Rich write text, not display HTML
+            if isinstance(console, Console) and can_show_html():  # make Rich write text, not display HTML
                 _jupyter_consoles.setdefault(console, console.is_jupyter)
                 console.is_jupyter = False
     try:
@@ -289,6 +289,6 @@ def select_curve_points(reports: pa.Table, trials: Sequence[str], metrics: Seque
     }
 
 
-def format_more_trials(count: int) -> str:
+def format_omitted_trials(count: int) -> str:
     """Describe how many trials a table omits, and how to get them; return "" if `count` is 0."""
     return f"and {pluralize(count, 'more trial', 'more trials')}: results.to_pandas()" if count else ""

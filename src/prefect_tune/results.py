@@ -57,7 +57,7 @@ from prefect_tune.core.values import StepReport, flatten, get_metric, parse_time
 from prefect_tune.notebook import (
     MAX_ROWS,
     CurvePoints,
-    format_more_trials,
+    format_omitted_trials,
     render_results_html,
     render_trials_html,
     select_curve_points,
@@ -163,7 +163,7 @@ class Trials(Mapping[str, Trial]):
     def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
-        return first, self._metrics or find_reported_metrics(first), format_more_trials(len(self) - len(first))
+        return first, self._metrics or find_reported_metrics(first), format_omitted_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)

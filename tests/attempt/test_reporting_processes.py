@@ -90,13 +90,13 @@ def test_reports_of_several_threads_arrive_whole_and_each_as_a_step_of_its_own(
 
 
 def test_while_one_thread_waits_for_a_decision_no_other_reports(pool: TrialProcessPool, tmp_path: Path) -> None:
-    start = make_start(reporters.report_forever_in_threads, tmp_path, decision_step=3)
+    start = make_start(reporters.report_forever_in_threads, tmp_path, milestone=3)
     recorder = LogRecorder()
     with pool.open_process(start, make_log(recorder)) as channel:
         assert isinstance(receive_next(channel), TrainableLoaded)
         assert [receive_next(channel).report.step for _ in range(3)] == [1, 2, 3]  # type: ignore[union-attr]  # each is a step
         assert channel.receive(_SHORT_TIMEOUT) is None
-        channel.send(ContinueTraining(decision_step=5))
+        channel.send(ContinueTraining(milestone=5))
         steps = [receive_next(channel) for _ in range(2)]
         assert [(step.report.step, step.awaits_decision) for step in steps if isinstance(step, StepDone)] == [
             (4, False),

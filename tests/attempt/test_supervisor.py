@@ -300,7 +300,7 @@ def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: Trial
 
 
 def test_an_answer_before_the_trainable_is_loaded_starts_no_clock(spec: TrialSpec) -> None:
-    answer = ContinueTraining(decision_step=None)
+    answer = ContinueTraining(milestone=None)
     search_channel = InProcessChannel("t", lambda _: search_channel.send_answer(answer), TrialProcessPool(slots=1))
     messages = [MilestoneReached(report=StepReport(step=1, metrics={})), 0.6, 0.0, LOADED, TrainingEnded(outcome=DONE)]
     channel = FakeChannel(messages)
@@ -349,11 +349,11 @@ def test_a_trial_knows_of_its_commit_when_it_counts(spec: TrialSpec) -> None:
     class Channel(FakeChannel):
         def send(self, message: ToTrial) -> None:
             super().send(message)
-            states.append(([*supervisor._failed_saves], supervisor._has_pending_saves))
+            states.append(([*supervisor._failed_save_reasons], supervisor._has_pending_saves))
 
     group, worker = make_group(Channel([])), cast("CommitWorker", FakeCommitWorker())
     supervisor = attempt_supervisor._Supervisor(group, worker, spec, make_channel(), UsageMeter())
-    supervisor._failed_saves.append(make_reason("not-committed", step=1, error="late"))
+    supervisor._failed_save_reasons.append(make_reason("not-committed", step=1, error="late"))
     supervisor._on_step(make_step(2, saves=True))
     supervisor._on_checkpoint_committed(2)
     assert states == [([], False)]

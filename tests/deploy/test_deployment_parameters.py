@@ -28,7 +28,7 @@ from prefect_tune.deploy.deployment_specs import (
     make_general_specs,
 )
 from prefect_tune.deploy.deployments import validate_parameters
-from prefect_tune.executors.remote_executor import parse_request, request_to_parameters, spec_to_parameters
+from prefect_tune.executors.remote_executor import make_request_parameter, make_spec_parameter, parse_request
 from prefect_tune.flows import deployed
 from prefect_tune.flows.train_trial import train_trial
 from prefect_tune.parameters.forms import (
@@ -261,8 +261,8 @@ def test_a_deployment_names_the_packages_that_it_trusts() -> None:
 
 def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> None:
     plan = make_spec(pt.LocalTarget(path=str(tmp_path)), trainable="package.module:Name")
-    spec = spec_to_parameters(plan)
-    request = request_to_parameters(AttemptRequest(search_term=1, trial=Trial(id="t", config={})))
+    spec = make_spec_parameter(plan)
+    request = make_request_parameter(AttemptRequest(owner_term=1, trial=Trial(id="t", config={})))
     assert spec["cadence"]["every_steps"] is None
     parameters = {"spec": spec, "request": request, "attempt": 1}
     validate(parameters, make_form_schema(train_trial), raise_on_error=True)
@@ -271,9 +271,9 @@ def test_what_a_search_says_to_its_trials_fits_their_form(tmp_path: Path) -> Non
 def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration() -> None:
     block = {"$ref": {"block_document_slug": "secret/prod"}}
     template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
-    request = AttemptRequest(search_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
+    request = AttemptRequest(owner_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
-    sent = hydrate({"spec": {}, "request": request_to_parameters(request), "attempt": 1}, context)  # as the server does
+    sent = hydrate({"spec": {}, "request": make_request_parameter(request), "attempt": 1}, context)  # as the server does
     values: list[object] = []
     visit_collection(sent, values.append, return_data=False)  # as a flow run looks for blocks
     assert not [value for value in values if isinstance(value, dict) and "$ref" in value]

@@ -72,7 +72,7 @@ def executor(target: LocalTarget) -> RemoteExecutor:
 def make_attempt_request(trial: str = TRIAL, *, milestone: int | None = None, outbox: int = 1) -> AttemptRequest:
     """Return the request for an attempt that posts to this outbox of the trial."""
     state = Trial(id=trial, config={}, attempt=outbox - 1, outbox=outbox, outbox_count=outbox)
-    return AttemptRequest(search_term=1, trial=state, decision_step=milestone)
+    return AttemptRequest(owner_term=1, trial=state, milestone=milestone)
 
 
 def list_reported_steps(messages: Sequence[Message]) -> list[tuple[str, int]]:
@@ -137,7 +137,7 @@ def test_a_next_attempt_that_begins_where_it_should_be_decided_about_is_asked_ab
 
     search.simulate(nothing, attempt.start, end_attempt, nothing, start_next, nothing, nothing)
     assert (next_attempts[0].trial.attempt, next_attempts[0].trial.outbox) == (2, 2)
-    assert next_attempts[0].read_answer(4) == ContinueTraining(decision_step=9)
+    assert next_attempts[0].read_answer(4) == ContinueTraining(milestone=9)
 
 
 def test_orders_name_the_experiment_they_are_of_and_one_begun_again_under_its_name_is_another(
@@ -198,7 +198,7 @@ def test_outboxes_are_read_and_answers_are_written_side_by_side(
         monkeypatch.setattr(PosixStore, name, _wait_and_call(barrier, getattr(PosixStore, name)))
     assert list_reported_steps(executor.poll_messages(NO_WAIT)) == [(trial, 1) for trial in trials]
     for trial in trials:
-        executor.send_answer(trial, ContinueTraining(decision_step=3), 1)
+        executor.send_answer(trial, ContinueTraining(milestone=3), 1)
     executor.poll_messages(NO_WAIT)
 
 
@@ -393,7 +393,7 @@ def test_deletions_that_fail_do_not_end_the_search(target: LocalTarget, deletion
 # The answers that a remote trial receives through the target, also while the target fails.
 
 KEY = TrialKey(experiment="e", generation=1, trial="00000")
-CONTINUE = ContinueTraining(decision_step=9)
+CONTINUE = ContinueTraining(milestone=9)
 STOP = make_stop("enough", save=True, trial=KEY.trial)
 
 
@@ -461,7 +461,7 @@ def test_a_trial_that_waits_for_a_search_whose_successor_has_ended_its_attempt_s
 ) -> None:
     """After a killed search of a task runner, the next one trains the trial elsewhere."""
     state = Trial(id=KEY.trial, config={}, outbox=1, outbox_count=1)
-    remote.channel.make_journal(make_spec(remote.target), AttemptRequest(search_term=1, trial=state))
+    remote.channel.make_journal(make_spec(remote.target), AttemptRequest(owner_term=1, trial=state))
     remote.expect_decision(3)
     with remote.target.open(timeout=timedelta(seconds=9)) as store:
         close_outbox(store, KEY, 1, 0, "the next owner", new_write_stamp())
@@ -518,7 +518,7 @@ def test_a_search_of_the_same_name_after_a_deletion_imports_the_trainable_anew(
     start, log = cast("Start", None), logging.getLogger("a run")
     for generation, trial in ((1, "00000"), (1, "00001"), (2, "00000")):
         key = TrialKey(experiment="e", generation=generation, trial=trial)
-        channel = RemoteSearchChannel(LocalTarget(path=str(tmp_path)), key, 1, search_term=1)
+        channel = RemoteSearchChannel(LocalTarget(path=str(tmp_path)), key, 1, owner_term=1)
         with channel.open_process(start, log, {}):
             channel.close()
     assert pools[0] == pools[1] != pools[2]
@@ -563,9 +563,9 @@ def test_they_are_all_found_and_stopped_with_the_search_however_few_slots_there_
 @pytest.mark.parametrize(
     ("before", "now", "reports", "answer", "decided"),
     [
-        (ASHA_3, FIFO(), [2, 3], ContinueTraining(decision_step=None), []),
-        (ASHA_3, ASHA_5, [2, 3], ContinueTraining(decision_step=5), []),
-        (ASHA_5, ASHA_3, [2, 3, 4, 5], ContinueTraining(decision_step=9), [5]),
+        (ASHA_3, FIFO(), [2, 3], ContinueTraining(milestone=None), []),
+        (ASHA_3, ASHA_5, [2, 3], ContinueTraining(milestone=5), []),
+        (ASHA_5, ASHA_3, [2, 3, 4, 5], ContinueTraining(milestone=9), [5]),
     ],
     ids=["asked-no-more", "asked-later", "asked-earlier"],
 )
@@ -631,7 +631,7 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing)
-    limits = make_limits(2, meets_stop_criterion=lambda trial: trial.step >= 4)
+    limits = make_limits(2, stays_finished=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
     def end_attempt() -> None:

@@ -34,7 +34,7 @@ from prefect_tune.parameters.argument_checks import (
     with_samples,
 )
 from prefect_tune.parameters.forms import ResumeLike, SchedulerName, SearchName
-from prefect_tune.parameters.plan_checks import warn_of_stop_limits
+from prefect_tune.parameters.plan_checks import warn_of_unusual_stop_limits
 from prefect_tune.parameters.search_plan import SearchPlan, parse_resume
 from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
@@ -339,5 +339,5 @@ def test_a_random_search_without_a_number_has_as_many_samples_as_no_search_at_al
 def test_a_limit_that_ends_trials_the_wrong_way_round_is_warned_of(
     stop: StopCriteria, mode: Literal["min", "max"], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_stop_limits(as_stopper(stop), make_objective("loss", mode), logging.getLogger("a run"))
+    warn_of_unusual_stop_limits(as_stopper(stop), make_objective("loss", mode), logging.getLogger("a run"))
     assert ["loss >= 0.1" in record.getMessage() for record in caplog.records] == [True] * warned

@@ -112,7 +112,7 @@ def requests(tmp_path: Path) -> Requests:
 
 
 def make_request(experiment: str = "", trial: Trial = LAUNCHED) -> AttemptRequest:
-    return AttemptRequest(search_term=1, trial=trial, experiment_id=experiment)
+    return AttemptRequest(owner_term=1, trial=trial, experiment_id=experiment)
 
 
 # ------------------------------------------------------------------------------- executed twice, or too late

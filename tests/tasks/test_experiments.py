@@ -133,7 +133,7 @@ def test_only_a_checkpoint_that_was_acknowledged_can_be_missed(request: pytest.F
 
     state = _quarantine_checkpoint(bucket, set_lost_count)
     journal = WritingJournal("t", JournalWriter(plan.target, state, write_entry))
-    attempt_request, channel = AttemptRequest(search_term=1, trial=state.trial("t")), cast("SearchChannel", None)
+    attempt_request, channel = AttemptRequest(owner_term=1, trial=state.trial("t")), cast("SearchChannel", None)
     attempt = Attempt(plan, attempt_request, channel, DirectTasks(plan), logging.getLogger("tests"))
     if lost:
         with pytest.raises(ResumeFailed, match="Nothing was restarted from zero"):

@@ -251,11 +251,11 @@ def test_a_trial_whose_pause_a_killed_search_had_received_resumes_with_a_new_out
 
     def act(attempt: RemoteAttempt) -> None:
         attempt.start()
-        train(attempt, attempt.request.decision_step)
+        train(attempt, attempt.request.milestone)
 
     def answer(attempt: RemoteAttempt, answer_message: ContinueTraining | StopTrial) -> None:
         if isinstance(answer_message, ContinueTraining):
-            train(attempt, answer_message.decision_step)
+            train(attempt, answer_message.milestone)
             return
         attempt.post(cast("TrialFinished", answer_message.outcome))
         if len(executors) > 1:
@@ -509,6 +509,6 @@ def test_a_search_that_was_not_taken_over_starts_again_what_it_has_lost(target: 
     executor = LosingExecutor(is_taken_over=False)
     state = PlannedSearch(target, executor=executor).run(num_samples=1)
     assert state.trial(TRIAL).phase is Phase.FINISHED
-    assert [(request.search_term, request.attempt) for request in executor.requests] == [(2, 1), (2, 1)]
+    assert [(request.owner_term, request.attempt) for request in executor.requests] == [(2, 1), (2, 1)]
     events = [event for entry in load_entries(Path(target.path), KEY) for event in entry.events]
     assert sum(isinstance(event, OwnerChanged) for event in events) == 2

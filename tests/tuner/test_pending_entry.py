@@ -78,7 +78,7 @@ def test_what_nobody_waits_for_has_time_and_an_act_has_not(entry: PendingEntry, 
     entry.write(may_defer=True)
     assert journal.entries == []
     actions: list[int] = []
-    entry.run_after_prompt_write(lambda: actions.append(len(journal.entries)))
+    entry.run_after_forced_write(lambda: actions.append(len(journal.entries)))
     entry.write(may_defer=True)
     assert actions == [1], "the action runs once the entry is written"
 
@@ -231,7 +231,7 @@ def test_dropped_actions_are_not_called_and_attempts_are_still_served(
 ) -> None:
     actions: list[str] = []
     group = submit_events(entry, start("00000"))
-    entry.run_after_prompt_write(lambda: actions.append("then"))
+    entry.run_after_forced_write(lambda: actions.append("then"))
     entry.run_after_write(lambda: actions.append("after entry"))
     entry.drop_actions()
     entry.write(may_defer=True)
@@ -246,7 +246,7 @@ def test_an_action_after_an_entry_asks_for_none_and_precedes_those_that_do(
     entry.run_after_write(lambda: actions.append("delete"))
     entry.write(may_defer=True)
     assert (actions, journal.entries) == ([], [])
-    entry.run_after_prompt_write(lambda: actions.append("start"))
+    entry.run_after_forced_write(lambda: actions.append("start"))
     entry.write(may_defer=True)
     assert actions == ["delete", "start"]
 

@@ -117,7 +117,7 @@ class Attempt:
             start = self._journal_start(journal, scratch, restored)
             artifacts.prepare(start.attempt)
             self.meter.environment = self.request.environment
-            nodes, term = None, self.request.search_term
+            nodes, term = None, self.request.owner_term
             if spec.nodes_per_trial > 1:
                 newest = newest_checkpoint_key(spec.trial, journal.trial)
                 nodes = OtherNodes(spec, start, term, newest, self.request.secret, log)
@@ -225,7 +225,7 @@ class Attempt:
             reports=reports,
             cadence=spec.cadence,
             async_commit=spec.sync.commit == "async",
-            decision_step=request.decision_step,
+            milestone=request.milestone,
             saves_first=request.saves_first,
             metrics_from=spec.metrics_from,
             required_metrics=spec.required_metrics,
@@ -323,7 +323,7 @@ def make_node_state(reason: Reason) -> State[Any]:
     return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
-def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_term: int, log: Log) -> None:
+def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, owner_term: int, log: Log) -> None:
     """Log a failure with its traceback and the last output; other places show only the failure's first line.
 
     If this process has logged the same error for another trial in the same term of this experiment, log only one line.
@@ -332,12 +332,12 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, search_ter
     if failure.cause is Cause.PREEMPTED or "\n" not in text:
         return
     key = failure.reason.model_dump_json() if isinstance(failure.reason, Reason) else failure.reason
-    first = _get_logged_errors(spec.target.uri, spec.trial.journal_key, search_term).setdefault(key, failure.trial)
+    first = _get_logged_errors(spec.target.uri, spec.trial.journal_key, owner_term).setdefault(key, failure.trial)
     repeated = f"{format_error(failure.reason)}, the same error as trial {first}"
     log.error("attempt %d failed: %s", attempt, text if first == failure.trial else repeated)
 
 
 @lru_cache(maxsize=8)
-def _get_logged_errors(_target: str, _experiment: JournalKey, _search_term: int) -> dict[str, str]:
+def _get_logged_errors(_target: str, _experiment: JournalKey, _owner_term: int) -> dict[str, str]:
     """Return the errors that this process has logged in one term, each with its first trial; callers add errors."""
     return {}

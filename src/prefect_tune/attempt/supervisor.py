@@ -110,13 +110,13 @@ class _Supervisor:
     ) -> None:
         self._group, self._commit_worker, self._log = group, commit_worker, commit_worker.log
         self._spec, self._channel, self._meter = spec, channel, meter
-        self._reset_collectors()
+        self._make_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
         """(cause order, failure, rank or None), in order of arrival; the lowest cause order marks the root cause."""
-        self._decided_outcome: Outcome | None = None
+        self._leading_outcome: Outcome | None = None
         """The outcome of rank 0 or the parent process; a failure of another rank in its last step replaces it."""
-        self._last_ranks_deadline: Deadline | None = None
-        """When the attempt ends at the latest; set with `_decided_outcome`, or at the first failure."""
+        self._end_deadline: Deadline | None = None
+        """When the attempt ends at the latest; set with `_leading_outcome`, or at the first failure."""
         self._rank_0_deadline: Deadline | None = None
         """The time limit of rank 0 after the parent process has ended."""
         self._ended_ranks: set[int] = set()
@@ -125,17 +125,17 @@ class _Supervisor:
         """How each rank ended, if known; journaled for display, and used for no decision."""
         self._returned_ranks: set[int] = set()
         """The ranks that have returned; cleared once the log warns that some returned before rank 0's last step."""
-        self._steps = 0  # the count of steps that rank 0 has reported in this attempt
-        self._submitted_count = self._failed_count = 0  # counted by this thread
-        self._committed_count = 0  # counted by the commit worker's thread
-        self._incomplete: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
+        self._step_count = 0  # the count of steps that rank 0 has reported in this attempt
+        self._submitted_save_count = self._failed_save_count = 0  # counted by this thread
+        self._committed_save_count = 0  # counted by the commit worker's thread
+        self._saves_without_node_part: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
         """The saves that lack the part of a node, put here by the commit worker's thread."""
-        self._failed_saves: list[Reason] = []
+        self._failed_save_reasons: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded_ranks: set[int] = set()
         self._join_deadline: Deadline | None = None
         """The time limit of the ranks of a launcher; None until the first of them has joined."""
-        self._last_progress_at: float | None = None
+        self._silent_since: float | None = None
         """When the last message, commit or answer came. None while a rank still loads, since loading may take long."""
         self._awaits_decision = False
         self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
@@ -151,8 +151,8 @@ class _Supervisor:
                     if rank in (0, PARENT_RANK) and isinstance(message, StepDone | TrainingEnded):
                         is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
                         self._meter.record_seconds(message.seconds, is_last_step=is_last_step)
-                    if self._last_progress_at is not None:
-                        self._last_progress_at = time.monotonic()
+                    if self._silent_since is not None:
+                        self._silent_since = time.monotonic()
                     self._on_message(rank, message)
                 outcome = self._check_outcome()
             except RankLostError as error:
@@ -192,11 +192,11 @@ class _Supervisor:
                 assert_never(message)
 
     def _on_rank_joined(self, rank: int) -> None:
-        if self._steps and self._join_deadline is None:
+        if self._step_count and self._join_deadline is None:
             raise InvalidInput(_REPORTS_TWICE)
         self._join_deadline = self._join_deadline or Deadline.after(_JOIN_TIMEOUT)
         if self._saves.world_size != self._group.world_size:
-            self._reset_collectors()
+            self._make_collectors()
         if rank == 0 and self._grace_deadline is not None:
             self._group.send_to_rank_0(CheckpointAndStop())
         if rank == 0 and self._stop_answer is not None:
@@ -207,7 +207,7 @@ class _Supervisor:
             self._meter.on_loaded(message.pid, is_rank_0=rank in (0, PARENT_RANK))
         self._loaded_ranks.add(rank)
         if len(self._loaded_ranks) >= self._group.world_size:
-            self._last_progress_at = time.monotonic()
+            self._silent_since = time.monotonic()
         self._commit_worker.source_digest = message.source_digest
 
     def _on_rank_command(self, command: RankCommand) -> None:
@@ -218,16 +218,16 @@ class _Supervisor:
         if not command.save:
             self._saves.close_steps(command.step)
 
-    def _reset_collectors(self) -> None:
+    def _make_collectors(self) -> None:
         """Start to collect parts and metrics for the current number of ranks."""
         self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint. If the journaled report requests a decision, flush the journal at once."""
+        """Queue a report and its checkpoint. If the journaled report needs_decision a decision, flush the journal at once."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
-        self._steps += 1
+        self._step_count += 1
         if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # each step waits for rank 0, so these left early
             self._returned_ranks.clear()
             self._log.warning(
@@ -235,19 +235,19 @@ class _Supervisor:
                 "step, so that all ranks save and end together",
                 ", ".join(map(str, early)),
             )
-        requests = done.awaits_decision and self._channel.requests_decisions_by_report
-        self._commit_worker.queue_report(done.report, awaits_decision=requests)
+        needs_decision = done.awaits_decision and self._channel.requests_decisions_by_report
+        self._commit_worker.queue_report(done.report, awaits_decision=needs_decision)
         if done.checkpoint is not None:
             self._add_rank_0_part(done)
-        if requests:
+        if needs_decision:
             self._commit_worker.queue_flush()
         self._awaits_decision = done.awaits_decision
         if done.awaits_decision:
             self._channel.expect_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._awaits_decision and self._last_progress_at is not None:  # only an awaited answer is progress
-            self._last_progress_at = time.monotonic()
+        if self._awaits_decision and self._silent_since is not None:  # only an awaited answer is progress
+            self._silent_since = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
             self._stop_answer = answer
@@ -256,22 +256,22 @@ class _Supervisor:
     # ------------------------------------------------------------------------------------------------------- saves
 
     def _add_rank_0_part(self, done: StepDone) -> None:
-        self._submitted_count += 1
+        self._submitted_save_count += 1
         self._queue_save(self._saves.add_rank_0_part(done))
 
     def _queue_save(self, save: GroupSave | None) -> None:
         if save is not None:
-            self._commit_worker.queue_save(save, self._on_checkpoint_committed, self._incomplete.put)
+            self._commit_worker.queue_save(save, self._on_checkpoint_committed, self._saves_without_node_part.put)
 
     def _on_checkpoint_committed(self, step: int) -> None:
-        self._last_progress_at = time.monotonic()
-        self._committed_count += 1
-        self._failed_saves.clear()
+        self._silent_since = time.monotonic()
+        self._committed_save_count += 1
+        self._failed_save_reasons.clear()
         self._group.send_to_rank_0(CheckpointSaved(step=step))  # last, since the trial may end once it receives this
 
     @property
     def _has_pending_saves(self) -> bool:
-        return self._committed_count + self._failed_count < self._submitted_count
+        return self._committed_save_count + self._failed_save_count < self._submitted_save_count
 
     # --------------------------------------------------------------------------------------------- ends of ranks
 
@@ -283,7 +283,7 @@ class _Supervisor:
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"before_first_step": False})
             if message.raised:
-                self._on_rank_failure(rank, outcome, after_end=message.after_end)
+                self._on_rank_failure(rank, outcome, raised_after_end=message.raised_after_end)
                 return
         # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
         # is complete, since the function also returns if the launcher was killed, or without waiting for the launcher.
@@ -295,16 +295,16 @@ class _Supervisor:
             return
         awaits_parent = message.has_returned and PARENT_RANK in self._group.open_ranks
         decides = rank == PARENT_RANK or (rank == 0 and not awaits_parent)
-        if decides and self._decided_outcome is None and not self._failures:
-            if self._failed_saves and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
-                outcome = self._make_attempt_ended(Cause.MACHINE, self._failed_saves[-1])
-            elif self._failed_saves and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
-                outcome = self._make_attempt_ended(Cause.PREEMPTED, self._failed_saves[-1])  # the requested save failed
-            self._decided_outcome = outcome
-            self._last_ranks_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._steps else _POLL_INTERVAL)
+        if decides and self._leading_outcome is None and not self._failures:
+            if self._failed_save_reasons and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
+                outcome = self._make_attempt_ended(Cause.MACHINE, self._failed_save_reasons[-1])
+            elif self._failed_save_reasons and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
+                outcome = self._make_attempt_ended(Cause.PREEMPTED, self._failed_save_reasons[-1])  # the requested save failed
+            self._leading_outcome = outcome
+            self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._step_count else _POLL_INTERVAL)
 
-    def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, after_end: bool) -> None:
-        """Record the failure of a rank. With `after_end`, the rank raised after its process had ended the training."""
+    def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, raised_after_end: bool) -> None:
+        """Record the failure of a rank. With `raised_after_end`, the rank raised after its process had ended the training."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -317,8 +317,8 @@ class _Supervisor:
             arguments = {**reason.arguments, "rank": self._rank_for_reason(rank), "memory": memory}
             reason = make_reason(reason.code, **arguments)
         failure = self._make_attempt_ended(cause, reason)
-        if rank > 0 and isinstance(self._decided_outcome, TrialFinished) and not after_end:
-            self._decided_outcome = failure  # this rank failed in its last step, which rank 0 has completed
+        if rank > 0 and isinstance(self._leading_outcome, TrialFinished) and not raised_after_end:
+            self._leading_outcome = failure  # this rank failed in its last step, which rank 0 has completed
         else:
             self._add_failure(failure, _FAILED, rank)
 
@@ -329,7 +329,7 @@ class _Supervisor:
             self._rank_end_reasons[rank] = first_line(error)
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
-        if rank > 0 and self._group.parent_is_rank_0 and isinstance(self._decided_outcome, TrialFinished):
+        if rank > 0 and self._group.parent_is_rank_0 and isinstance(self._leading_outcome, TrialFinished):
             self._rank_end_reasons[rank] = _RETURNED_REASON  # rank 0 launched this rank, and has finished
             return None
         end = self._group.end_rank(rank)
@@ -347,18 +347,18 @@ class _Supervisor:
         self._add_failure(failure, _FAILED if may_be_killed else _DIED, rank)
         return None
 
-    def _add_failure(self, failure: AttemptEnded, cause_order: int, rank: int | None = None) -> None:
+    def _add_failure(self, failure: AttemptEnded, failure_order: int, rank: int | None = None) -> None:
         """Add a failure. The attempt ends a little later, so that the root cause can still arrive."""
-        if self._decided_outcome is not None:
+        if self._leading_outcome is not None:
             self._log.warning("a rank failed after the end of the trial: %s", first_line(failure.reason))
             return
         timeout = _ROOT_CAUSE_TIMEOUT * self._group.node_count
-        self._last_ranks_deadline = self._last_ranks_deadline or Deadline.after(timeout)
-        self._failures.append((cause_order, failure, rank))
+        self._end_deadline = self._end_deadline or Deadline.after(timeout)
+        self._failures.append((failure_order, failure, rank))
 
     def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        is_loaded = self._last_progress_at is not None  # before loading, no checkpoint can be the cause
-        at_start = cause is Cause.TRAINABLE and is_loaded and self._steps == 0
+        is_loaded = self._silent_since is not None  # before loading, no checkpoint can be the cause
+        at_start = cause is Cause.TRAINABLE and is_loaded and self._step_count == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
     def _rank_for_reason(self, rank: int) -> int | None:
@@ -386,10 +386,10 @@ class _Supervisor:
         if error is not None and not is_users_fault:
             text = f"{type(error).__name__}: {error}"
             return self._make_attempt_ended(Cause.MACHINE, make_reason("write-failed", error=text))
-        if isinstance(self._decided_outcome, TrialFinished) and (reason := self._metrics.surplus_reason()) is not None:
+        if isinstance(self._leading_outcome, TrialFinished) and (reason := self._metrics.surplus_reason()) is not None:
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
-        if self._last_ranks_deadline is not None:
-            return self._check_last_ranks(self._last_ranks_deadline)
+        if self._end_deadline is not None:
+            return self._check_end_deadline(self._end_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _RANK_EXIT_TIMEOUT.total_seconds()
             return self._make_attempt_ended(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
@@ -399,23 +399,23 @@ class _Supervisor:
             return None
         if self._channel.run_stop.is_set():
             return self._enforce_stop()
-        if self._last_progress_at is None or self._has_pending_saves or self._awaits_decision:
+        if self._silent_since is None or self._has_pending_saves or self._awaits_decision:
             return None  # silence is expected: while loading, during an upload (it has its own timeout), or a decision
-        elapsed, timeout = timedelta(seconds=time.monotonic() - self._last_progress_at), self._spec.silence_timeout
+        elapsed, timeout = timedelta(seconds=time.monotonic() - self._silent_since), self._spec.silence_timeout
         if timeout is None or elapsed <= timeout:
             return None
         return self._make_attempt_ended(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
-    def _check_last_ranks(self, deadline: Deadline) -> Outcome | None:
+    def _check_end_deadline(self, deadline: Deadline) -> Outcome | None:
         """Return the outcome if all ranks have ended or the deadline has passed; None otherwise."""
         if self._group.open_ranks and deadline.remaining_seconds:
             return None
         training = sorted(rank for rank in self._group.open_ranks if rank > 0)
-        if self._decided_outcome is not None and training and self._steps:
+        if self._leading_outcome is not None and training and self._step_count:
             ranks, seconds = ", ".join(map(str, training)), _RANK_EXIT_TIMEOUT.total_seconds()
             self._log.warning("rank %s was still running %g s after rank 0 finished, and was killed", ranks, seconds)
             self._rank_end_reasons |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
-        return self._decided_outcome or min(self._failures, key=itemgetter(0))[1]
+        return self._leading_outcome or min(self._failures, key=itemgetter(0))[1]
 
     def _check_saves(self) -> Outcome | None:
         """Fail an overdue checkpoint; return the outcome if this failure ends the attempt, and None otherwise."""
@@ -423,13 +423,13 @@ class _Supervisor:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
         if (failed := self._saves.fail_overdue_save()) is None:
-            if self._incomplete.empty():
+            if self._saves_without_node_part.empty():
                 return None
-            failed = self._incomplete.get()
-        self._failed_count += 1
+            failed = self._saves_without_node_part.get()
+        self._failed_save_count += 1
         reason = make_reason("not-committed", step=failed.step, error=failed.reason)
-        self._failed_saves.append(reason)
-        if failed.done.finish_reason is not None or len(self._failed_saves) >= _MAX_FAILED_SAVES:
+        self._failed_save_reasons.append(reason)
+        if failed.done.finish_reason is not None or len(self._failed_save_reasons) >= _MAX_FAILED_SAVES:
             self._rank_end_reasons |= dict.fromkeys(failed.ranks, make_reason("rank-without-part"))
             return self._make_attempt_ended(Cause.MACHINE, reason)
         self._log.warning(
@@ -454,7 +454,7 @@ class _Supervisor:
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
-        if self._last_progress_at is None or self._group.missing_ranks:
+        if self._silent_since is None or self._group.missing_ranks:
             self._metrics.restart_timeout()
         if (reason := self._metrics.overdue_reason()) is None:
             return None
@@ -582,7 +582,7 @@ class MetricsCollector:
         self._ranks = range(world_size)
         self._timeout = timeout
         self._reported: dict[int, dict[int, Mapping[str, object]]] = {}
-        self._newest: dict[int, RankMetrics] = {}
+        self._newest_reports: dict[int, RankMetrics] = {}
         self._commanded_step = 0
         self._step: int | None = None
         self.restart_timeout()
@@ -598,7 +598,7 @@ class MetricsCollector:
     def add_metrics(self, rank: int, report: RankMetrics) -> MeanMetrics | None:
         """Add the metrics of a rank; return the mean if all ranks have now reported the step."""
         by_rank = self._reported.setdefault(report.step, {})
-        by_rank[rank], self._newest[rank] = report.metrics, report
+        by_rank[rank], self._newest_reports[rank] = report.metrics, report
         if rank == 0:
             self._step = report.step
             self.restart_timeout()
@@ -615,7 +615,7 @@ class MetricsCollector:
 
     def surplus_reason(self) -> Reason | None:
         """Return the reason if a rank waits in `pt.report` although rank 0 has ended; None otherwise."""
-        for rank, report in sorted(self._newest.items()):
+        for rank, report in sorted(self._newest_reports.items()):
             if rank and report.step > self._commanded_step and not report.returned:
                 return make_reason("surplus-report", rank=rank, step=report.step)
         return None

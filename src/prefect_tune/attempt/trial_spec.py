@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `spec_to_parameters` converts a spec to a parameter of the flow `train_trial`; a reference replaces the target.
+    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`; a reference replaces the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -73,7 +73,7 @@ class TrialSpec:
 class AttemptRequest:
     """The request for one attempt of a trial. Unlike the `TrialSpec`, it can differ between attempts."""
 
-    search_term: int
+    owner_term: int
     """The term of the owner that requests the attempt."""
     trial: Trial
     """The trial that waits for the attempt, without the trial's history."""
@@ -81,10 +81,10 @@ class AttemptRequest:
     """The id of the requesting experiment; empty, and not checked, if the search runs in the same process."""
     reports: tuple[StepReport, ...] = ()
     """The reports up to the newest checkpoint, if the stopper needs them (`needs_history`)."""
-    decision_step: int | None = None
+    milestone: int | None = None
     """The next step at which the trial waits for a decision; None if there is no such step."""
     saves_first: bool = False
-    """Whether the trial commits a checkpoint of `decision_step` before it waits."""
+    """Whether the trial commits a checkpoint of `milestone` before it waits."""
     secret: str = field(default="", repr=False)
     """The secret that authenticates the connections between the nodes of the attempt; empty for a single node."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from prefect_tune.core.display_text import first_line, format_size, format_span, make_storable, pluralize
+from prefect_tune.core.display_text import first_line, format_precise_seconds, format_size, make_storable, pluralize
 from prefect_tune.core.values import Message, Value
 
 
@@ -221,7 +221,7 @@ def omit_step_result(reason: AnyReason, step: int) -> AnyReason:
 _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
-class _Formatter(string.Formatter):
+class _SentenceFormatter(string.Formatter):
     """Formats like `str.format`, with `_FORMATS`, and with words by number: `one|many`, or `none|one|many: #`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -233,14 +233,14 @@ class _Formatter(string.Formatter):
 
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "span": format_span,
+    "span": format_precise_seconds,
     "size": format_size,
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",
     "reason": lambda reason: str(_parse_reason(reason)),
     "line": lambda reason: first_line(find_root_error(_parse_reason(reason))),
 }
-_formatter = _Formatter()
+_formatter = _SentenceFormatter()
 
 
 def _format_sentence(sentence: str, arguments: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.resources import Resources
 from prefect_tune.core.values import hash_bytes
-from prefect_tune.executors.remote_executor import RemoteSearchChannel, request_to_parameters, spec_to_parameters
+from prefect_tune.executors.remote_executor import RemoteSearchChannel, make_request_parameter, make_spec_parameter
 from prefect_tune.executors.trial_executor import AttemptCancelledError, make_attempt_task, make_node_task, task_error
 from prefect_tune.prefect_api.api_client import is_temporary_error
 from prefect_tune.storage_retries import with_retries
@@ -171,7 +171,7 @@ class DeploymentLauncher:
         Raises:
             InvalidInput: the deployment is missing or of another version, or the specification cannot be sent as JSON.
         """
-        parameters = spec_to_parameters(spec)
+        parameters = make_spec_parameter(spec)
         try:
             with get_client(sync_client=True) as client:
                 deployment = client.read_deployment_by_name(self._deployment)
@@ -206,7 +206,7 @@ class DeploymentLauncher:
         Raises PrefectException, httpx.HTTPError, OSError: the API rejects a run, or is unavailable for 5 minutes.
         """
         request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
-        spec_parameters, request_parameters = spec_to_parameters(spec), request_to_parameters(request)
+        spec_parameters, request_parameters = make_spec_parameter(spec), make_request_parameter(request)
         parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
         # The key differs for other targets, and for later experiments of the same name.
         target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]

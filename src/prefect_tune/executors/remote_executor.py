@@ -73,7 +73,7 @@ _requests: TypeAdapter[AttemptRequest] = TypeAdapter(AttemptRequest)
 _JSON_KEY = "json"
 
 
-def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
+def make_spec_parameter(spec: TrialSpec) -> dict[str, Any]:
     """Convert `spec` to a parameter of `train_trial`, which contains no secrets and is valid in any process.
 
     Raises:
@@ -88,7 +88,7 @@ def spec_to_parameters(spec: TrialSpec) -> dict[str, Any]:
     return {**plain, "target": target_reference(spec.target), "sync": spec.sync.parameters()}
 
 
-def request_to_parameters(request: AttemptRequest) -> dict[str, Any]:
+def make_request_parameter(request: AttemptRequest) -> dict[str, Any]:
     """Convert `request` to a parameter that holds one JSON text, which Prefect does not interpret.
 
     The request contains untrusted values from a target. If the values were JSON objects, Prefect would load the blocks
@@ -98,7 +98,7 @@ def request_to_parameters(request: AttemptRequest) -> dict[str, Any]:
 
 
 def parse_request(parameter: Mapping[str, Any]) -> AttemptRequest:
-    """Return the request that `request_to_parameters` converted."""
+    """Return the request that `make_request_parameter` converted."""
     return _requests.validate_json(parameter[_JSON_KEY])
 
 
@@ -106,7 +106,7 @@ class RemoteSearchChannel(SearchChannel):
     """Connects an attempt to its search through the target. It can be pickled until `subscribe` is called.
 
     Args:
-        search_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
+        owner_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
         reuse: how that pool shares the import of the trainable's module.
         pool: a pool to use instead of the shared pool; it is not pickled.
     """
@@ -118,16 +118,16 @@ class RemoteSearchChannel(SearchChannel):
         target: StorageTarget,
         trial: TrialKey,
         attempt: int,
-        search_term: int = 0,
+        owner_term: int = 0,
         reuse: Reuse = "never",
         *,
         pool: TrialProcessPool | None = None,
     ) -> None:
         super().__init__()
         self._target, self._trial, self._attempt = target, trial, attempt
-        self._search_term, self._reuse, self._pool = search_term, reuse, pool
+        self._owner_term, self._reuse, self._pool = owner_term, reuse, pool
         self._outbox: OutboxJournal | None = None
-        self._decision_step: int | None = None
+        self._awaited_step: int | None = None
         self._decision_requested = threading.Event()
         self._closed = threading.Event()
         self._closed.set()  # until `start_polling`
@@ -135,7 +135,7 @@ class RemoteSearchChannel(SearchChannel):
         self._logged_error: type[TuneError] | None = None
 
     def __reduce__(self) -> tuple[type[RemoteSearchChannel], tuple[object, ...]]:
-        return RemoteSearchChannel, (self._target, self._trial, self._attempt, self._search_term, self._reuse)
+        return RemoteSearchChannel, (self._target, self._trial, self._attempt, self._owner_term, self._reuse)
 
     def use_stop_event(self, stop: threading.Event) -> RemoteSearchChannel:
         """Use `stop`, an event of this process, as `run_stop`; return self."""
@@ -144,7 +144,7 @@ class RemoteSearchChannel(SearchChannel):
 
     @contextmanager
     def open_process(self, start: Start, log: Log, environment: Mapping[str, str]) -> Iterator[TrialChannel]:
-        search = self._target.uri, self._trial.journal_key, self._search_term
+        search = self._target.uri, self._trial.journal_key, self._owner_term
         context = nullcontext(self._pool) if self._pool is not None else shared_pool(search, self._reuse)
         with context as pool, pool.open_process(start, log, environment, self.run_stop) as channel:
             yield channel
@@ -168,20 +168,20 @@ class RemoteSearchChannel(SearchChannel):
         return self._outbox
 
     def expect_decision(self, report: StepReport) -> None:
-        self._decision_step = report.step
+        self._awaited_step = report.step
         self._decision_requested.set()
 
     def close(self) -> None:
         """Stop polling for decisions."""
         self._closed.set()
-        self._decision_step = None
+        self._awaited_step = None
         self._decision_requested.set()
 
     def start_polling(self) -> None:
         """Start the thread that polls for decisions, if it is not running. A retry calls this after `close`."""
         if self._closed.is_set():
             self._closed = threading.Event()
-            if self._decision_step is None:
+            if self._awaited_step is None:
                 self._decision_requested.clear()
             poll = partial(copy_context().run, self._poll_answers, self._closed)
             threading.Thread(target=poll, name="answers", daemon=True).start()
@@ -192,7 +192,7 @@ class RemoteSearchChannel(SearchChannel):
             self._decision_requested.wait(_UNSOLICITED_POLL_SECONDS)
             if self._deliver_answers(is_late=pause_seconds == _MAX_PAUSE_SECONDS):
                 pause_seconds = _FIRST_PAUSE_SECONDS
-            elif self._decision_step is not None:
+            elif self._awaited_step is not None:
                 closed.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
@@ -204,7 +204,7 @@ class RemoteSearchChannel(SearchChannel):
         late, a closed outbox also stops the trial, because a new owner has ended the attempt. A waiting trial posts
         nothing, and so would not notice the new owner.
         """
-        unsolicited, step, is_closed = None, self._decision_step, False
+        unsolicited, step, is_closed = None, self._awaited_step, False
         try:
             with self._target.open(timeout=_ATTEMPT_TIMEOUT) as store:
                 if not self.run_stop.is_set() and not self._has_unsolicited_answer:
@@ -229,7 +229,7 @@ class RemoteSearchChannel(SearchChannel):
             self.send_answer(unsolicited)
         if answer is None or isinstance(answer, CheckpointAndStop):
             return False
-        self._decision_step = None
+        self._awaited_step = None
         self._decision_requested.clear()
         self.send_answer(answer)
         return True
@@ -316,9 +316,9 @@ class RemoteExecutor:
         with_store(self._target, lambda store: delete_unsolicited_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
         if self._experiment_id is None:  # by this id, a late attempt notices that its experiment was deleted
             self._experiment_id = read_experiment_id(self._target, spec.trial.journal_key)
-        channel = RemoteSearchChannel(self._target, spec.trial, number, request.search_term, spec.reuse)
+        channel = RemoteSearchChannel(self._target, spec.trial, number, request.owner_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), channel, number)
-        attempt = _RemoteAttempt(spec, number, request.decision_step, trial.outbox, trial.last_post)
+        attempt = _RemoteAttempt(spec, number, request.milestone, trial.outbox, trial.last_post)
         self._attempts[trial.id] = attempt
 
         def wait_for_end() -> None:
@@ -336,7 +336,7 @@ class RemoteExecutor:
         if (attempt := self._attempts.get(trial)) is None:
             return
         if isinstance(answer, ContinueTraining):
-            attempt.milestone = answer.decision_step
+            attempt.milestone = answer.milestone
         self._queued_answers.append(attempt.address_answer(UNSOLICITED_STEP if step is None else step, answer))
 
     def stop_all(self) -> None:
@@ -422,7 +422,7 @@ class RemoteExecutor:
                 case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))
                 case StepReported(report=report, awaits_decision=True):
-                    answer = ContinueTraining(decision_step=attempt.milestone)
+                    answer = ContinueTraining(milestone=attempt.milestone)
                     self._queued_answers.append(attempt.address_answer(report.step, answer))
                 case _:
                     pass

@@ -92,7 +92,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
         return model
 
 
-class _XgboostReplayCallback(TuneReportCheckpointCallback):
+class _ReportNewRoundsCallback(TuneReportCheckpointCallback):
     """Does not report the first `reported_rounds` rounds, because an earlier attempt has reported these rounds."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
@@ -136,7 +136,7 @@ def train(
     """
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
-    callback = _XgboostReplayCallback(metrics, booster.num_boosted_rounds() if booster else 0)
+    callback = _ReportNewRoundsCallback(metrics, booster.num_boosted_rounds() if booster else 0)
     callbacks = [*options.pop("callbacks", ()), callback]
     first = callback.reported_rounds // segment_rounds * segment_rounds
     if booster and first < num_boost_round:

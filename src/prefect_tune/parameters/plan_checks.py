@@ -377,7 +377,7 @@ def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
     )
 
 
-def warn_of_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
+def warn_of_unusual_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
     A limit of a minimized metric ends most trials at once. A limit of a metric that only Ray Tune adds to each report
@@ -502,7 +502,7 @@ class SearchLimits:
     """The number of slots; `plan` has only its upper bound."""
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
-    meets_stop_criterion: Callable[[Trial], bool] = lambda _: True
+    stays_finished: Callable[[Trial], bool] = lambda _: True
     """Returns whether a finished trial also meets the present stop criterion; if not, the trial is requeued."""
 
 

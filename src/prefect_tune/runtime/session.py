@@ -188,7 +188,7 @@ class TrialSession:
         self._stop_error: StopTraining | None = None
         self._stop_reason: AnyReason | None = None
         self._stop_reason_step: int | None = None
-        self._milestone = start.decision_step
+        self._milestone = start.milestone
         self._awaits_decision = False
         self._stop_decision: StopTrial | None = None
         self._mean_metrics: MeanMetrics | None = None
@@ -503,8 +503,8 @@ class TrialSession:
         with self._send_lock:
             if not self._is_end_sent:
                 self._is_end_sent = True
-                after_end, seconds = message.raised and self._stop_error is not None, self.get_phase_seconds()
-                self.connection.send(message.model_copy(update={"seconds": seconds, "after_end": after_end}))
+                raised_after_end, seconds = message.raised and self._stop_error is not None, self.get_phase_seconds()
+                self.connection.send(message.model_copy(update={"seconds": seconds, "raised_after_end": raised_after_end}))
         if self._return_timer is not None:
             self._return_timer.cancel()
 
@@ -561,7 +561,7 @@ class TrialSession:
                 self._saved_step = min(self._saved_step, step - 1)  # so the next step, or the end, is saved
             case CheckpointAndStop():
                 self.is_stop_requested = True
-            case ContinueTraining(decision_step=milestone):
+            case ContinueTraining(milestone=milestone):
                 self._milestone, self._awaits_decision = milestone, False
             case StopTrial() as decision:
                 self._stop_decision, self._awaits_decision = decision, False

@@ -114,7 +114,7 @@ class ArrowStore(ParallelStore):
             raise ObjectNotFound(f"{source}: no such object in {self._root}")
         if self.size(path) == size_bytes:
             return
-        hidden_path = None if self._is_object_storage else self._make_hidden_path()
+        hidden_path = None if self._is_object_storage else self._make_temporary_path()
         try:
             with self._converting_errors(operation):
                 if hidden_path is not None:
@@ -197,7 +197,7 @@ class ArrowStore(ParallelStore):
         relative = validate_path(path)
         return f"{self._root}/{relative}" if self._root else relative
 
-    def _make_hidden_path(self) -> str:
+    def _make_temporary_path(self) -> str:
         hidden = f"{TEMPORARY_FOLDER}/{uuid.uuid4().hex}"
         return f"{self._root}/{hidden}" if self._root else hidden
 
@@ -276,7 +276,7 @@ class ArrowStore(ParallelStore):
         if self._is_object_storage:
             return None
         with self._converting_errors(operation):
-            hidden_path = self._make_hidden_path()
+            hidden_path = self._make_temporary_path()
             size_bytes = self._write_object(hidden_path, pieces)
             if not self._has_removed_stale_files:  # once, remove files of killed writers that are a day old
                 self._has_removed_stale_files = True

@@ -245,7 +245,7 @@ class DecisionHandler:
                 assert_never(never)
 
     def _make_continue_answer(self, trial_id: str) -> ContinueTraining:
-        return ContinueTraining(decision_step=self._policy.next_milestone(self._pending_entry.state.trial(trial_id)))
+        return ContinueTraining(milestone=self._policy.next_milestone(self._pending_entry.state.trial(trial_id)))
 
     def _send_after_write(self, trial_id: str, answer: ContinueTraining | StopTrial, step: int) -> None:
-        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial_id, answer, step))
+        self._pending_entry.run_after_forced_write(lambda: self._executor.send_answer(trial_id, answer, step))

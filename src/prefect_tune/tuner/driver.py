@@ -126,14 +126,14 @@ class Driver:
         self._target = journal_writer.target
         self._background_worker = worker = BackgroundWorker(self._target)
         self._pending_entry = entry = PendingEntry(journal_writer, policy, observer, spec.sync.sync_period, worker)
-        self._curves = ReportReader(self._target, journal_writer.experiment.key) if spec.needs_history else None
-        self._stop_handler = StopHandler(limits, policy, executor, entry, self._close_and_journal_outbox, log)
+        self._report_reader = ReportReader(self._target, journal_writer.experiment.key) if spec.needs_history else None
+        self._stop_handler = StopHandler(limits, policy, executor, entry, self._close_outbox, log)
         self._ready_queue: deque[str] = deque()
         self._failure_handler = FailureHandler(limits, entry, self._stop_handler, self._ready_queue, log)
         self._decision_handler = DecisionHandler(
             policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._attempts_before_start: dict[str, int] = {}  # by trial: the number of the attempt before this one
+        self._previous_attempt_numbers: dict[str, int] = {}  # by trial: the number of the attempt before this one
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot start by run's clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
@@ -151,12 +151,12 @@ class Driver:
         except BaseException:
             self._pending_entry.drop_actions()
             with suppress(TuneError):  # the error that ended the search is raised, not this one
-                stop_and_wait(self._executor, self._spec.grace_period, self._journal_submitted_events)
+                stop_and_wait(self._executor, self._spec.grace_period, self._write_submitted_events)
             raise
         finally:
             self._background_worker.close()
 
-    def _journal_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
+    def _write_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
         """Journal the events that attempts submitted before the loop failed; a failed write raises in the attempts."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
         self._messages.clear()
@@ -203,7 +203,7 @@ class Driver:
         while self._ready_queue:
             trial_id = self._ready_queue.popleft()
             self._end_attempt_if_lost(trial_id)
-            if not self._has_unstarted_remote_attempt(trial_id):
+            if not self._awaits_first_post(trial_id):
                 self._decision_handler.decide_missed_milestone(trial_id)
             trial = self._experiment.trial(trial_id)
             if self._stop_handler.is_stopping:
@@ -272,9 +272,9 @@ class Driver:
                 self._add_event(AttemptLaunched(trial=trial_id, outbox=trial.outbox_count + 1))
         trial = self._experiment.trial(trial_id)
         milestone = self._policy.next_milestone(trial)
-        self._attempts_before_start[trial_id] = trial.attempt - reattaches
+        self._previous_attempt_numbers[trial_id] = trial.attempt - reattaches
         self._slot_starts[trial_id] = run_clock_now(), time.monotonic()
-        self._pending_entry.run_after_prompt_write(lambda: self._send_attempt_request(trial_id, milestone))
+        self._pending_entry.run_after_forced_write(lambda: self._send_attempt_request(trial_id, milestone))
         if reattaches:
             self._resend_answers(trial_id)
 
@@ -282,10 +282,10 @@ class Driver:
         """Ask the executor to start an attempt, or to reattach to one; the trial's state is journaled."""
         trial = self._experiment.trial(trial_id)
         request = AttemptRequest(
-            search_term=self._experiment.term,
+            owner_term=self._experiment.term,
             trial=trial.model_copy(update={"policy_events": (), "attempt_records": ()}),
-            reports=tuple(self._curves.read_reports(trial)) if self._curves is not None and trial.checkpoints else (),
-            decision_step=milestone,
+            reports=tuple(self._report_reader.read_reports(trial)) if self._report_reader is not None and trial.checkpoints else (),
+            milestone=milestone,
             saves_first=self._policy.schedule.saves_first,
         )
         self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
@@ -331,7 +331,7 @@ class Driver:
                     self._delete_clone_origins(before)
                 case PostArrived():
                     self._update_has_trained(message.events)
-                    self._journal_post(message.trial, message.number, message.events)
+                    self._add_post(message.trial, message.number, message.events)
                 case DecisionAwaited():
                     self._failure_handler.has_trained = True
                     self._decision_handler.answer_report(message.trial, message.report)
@@ -346,13 +346,13 @@ class Driver:
             self._executor.remove_attempt(trial_id)
             (since, began), trial = self._slot_starts.pop(trial_id), self._experiment.trial(trial_id)
             if trial.proposed_by_search:  # a single training has no slots
-                number = max(trial.attempt, self._attempts_before_start[trial_id] + 1)
+                number = max(trial.attempt, self._previous_attempt_numbers[trial_id] + 1)
                 seconds = round(time.monotonic() - began, 3)
                 self._add_event(SlotFreed(trial=trial_id, attempt=number, since=since, seconds=seconds))
             self._handle_attempt_exit(attempt_exit)
             trial = self._experiment.trial(trial_id)
             was_reattached = trial_id in self._reattached
-            if was_reattached and trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
+            if was_reattached and trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
                 self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
                 self._ready_queue.append(trial_id)
 
@@ -360,7 +360,7 @@ class Driver:
         if any(isinstance(event, StepReported | CheckpointCommitted) for event in events):
             self._failure_handler.has_trained = True
 
-    def _journal_post(self, trial_id: str, number: int, events: Sequence[AttemptEvent]) -> None:
+    def _add_post(self, trial_id: str, number: int, events: Sequence[AttemptEvent]) -> None:
         """Journal a post of an attempt on another machine; then delete the post and the checkpoints that it retires."""
         before = self._experiment.trial(trial_id)
         if before.outbox is None or number != before.last_post + 1:
@@ -407,14 +407,14 @@ class Driver:
         close = partial(close_outbox, trial=key, outbox=outbox, after=last_post, closed_by=owner, stamp=stamp)
         return with_store(self._target, close, _IO_TIMEOUT)
 
-    def _close_and_journal_outbox(self, trial_id: str) -> None:
+    def _close_outbox(self, trial_id: str) -> None:
         """Close the trial's outbox, if it is open, on the target; journal its remaining posts and that it is closed."""
         trial = self._experiment.trial(trial_id)
         if trial.outbox is None:
             return
         closed = self._close_outbox_on_target(trial_id, trial.outbox)
         for number, post in enumerate(closed.posts, trial.last_post + 1):
-            self._journal_post(trial_id, number, post.events)
+            self._add_post(trial_id, number, post.events)
         if closed.damage:
             self._log.error("trial %s: %s. Later posts are ignored", trial_id, closed.damage)
         if self._experiment.trial(trial_id).outbox is not None:  # the attempt has not posted its end
@@ -423,7 +423,7 @@ class Driver:
         if closed.damage and trial.phase is Phase.PENDING:  # the damaged post was its start
             self._add_event(make_attempt_started(trial))
 
-    def _has_unstarted_remote_attempt(self, trial_id: str) -> bool:
+    def _awaits_first_post(self, trial_id: str) -> bool:
         """Return whether an earlier owner launched an attempt that outlives its search and has posted nothing yet."""
         trial = self._experiment.trial(trial_id)
         is_open = trial.outbox is not None and trial.last_post == 0
@@ -435,8 +435,8 @@ class Driver:
         An attempt was lost if it exited and the journal does not hold its end. Its checkpoints are adopted, even those
         committed after a damaged post. `retry_lost_attempt` counts the lost attempt, and queues the trial.
         """
-        if not self._has_unstarted_remote_attempt(trial_id):
-            self._close_and_journal_outbox(trial_id)
+        if not self._awaits_first_post(trial_id):
+            self._close_outbox(trial_id)
         trial = self._experiment.trial(trial_id)
         if trial.phase is Phase.RUNNING:
             if trial.supervisor is not None and self._experiment.owner is not None:
@@ -447,9 +447,9 @@ class Driver:
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
         """Handle the exit of an attempt by the first case that applies: errors, then stops, then the trial's phase."""
-        self._close_and_journal_outbox(attempt_exit.trial)
+        self._close_outbox(attempt_exit.trial)
         trial, error = self._experiment.trial(attempt_exit.trial), attempt_exit.error
-        has_begun = trial.attempt > self._attempts_before_start.pop(trial.id)
+        has_begun = trial.attempt > self._previous_attempt_numbers.pop(trial.id)
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
         elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
@@ -479,7 +479,7 @@ class Driver:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
         errored = {trial.id for trial in self._experiment.trials.values() if trial.phase is Phase.ERRORED}
         # Read posts before requeuing, since a trial whose end was not read yet may have to be extended too.
-        self._journal_unread_posts(list(self._find_unfinished_trials().values()))
+        self._add_unread_posts(list(self._find_unfinished_trials().values()))
         self._requeue_ended_trials()
         for trial_id in self._find_unfinished_trials():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
@@ -487,7 +487,7 @@ class Driver:
         # Writes now if an attempt was reattached, so that a stop is sent to the attempt, and does not finish the trial.
         self._pending_entry.write(may_defer=True)
 
-    def _journal_unread_posts(self, trials: Sequence[Trial]) -> None:
+    def _add_unread_posts(self, trials: Sequence[Trial]) -> None:
         """Journal unread posts in batches, since the posts of several days are too many for one timeout."""
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
@@ -505,10 +505,10 @@ class Driver:
             unread_trials: list[str] = []
             for trial, posts in zip(trials, results, strict=True):
                 if posts is None:
-                    self._close_and_journal_outbox(trial.id)
+                    self._close_outbox(trial.id)
                     continue
                 for number, post in enumerate(posts, trial.last_post + 1):
-                    self._journal_post(trial.id, number, post.events)
+                    self._add_post(trial.id, number, post.events)
                 if len(posts) == MAX_POSTS_PER_READ:
                     unread_trials.append(trial.id)
             if unread_trials:
@@ -537,10 +537,10 @@ class Driver:
             return
         self._end_attempt_if_lost(trial_id)
         if trial_id in self._experiment.pending_stops:
-            self._close_and_journal_outbox(trial_id)  # also the outbox of an attempt that has not begun
+            self._close_outbox(trial_id)  # also the outbox of an attempt that has not begun
             self._stop_handler.finish_trial(trial_id)
             return
-        if self._has_unstarted_remote_attempt(trial_id):
+        if self._awaits_first_post(trial_id):
             self._ready_queue.append(trial_id)
             return
         self._decision_handler.decide_missed_milestone(trial_id)
@@ -558,5 +558,5 @@ class Driver:
                 self._add_event(make_retry_event(trial))
             elif self._limits.plan.effective_rerun_errored == "only":
                 continue
-            elif trial.phase is Phase.FINISHED and not self._limits.meets_stop_criterion(trial):
+            elif trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
                 self._add_event(make_extension_event(trial))

@@ -103,7 +103,7 @@ class PendingEntry:
         self._unwritten: list[Event] = []
         # The event count and stamp of a failed write, which is repeated unchanged, since it may have succeeded.
         self._retried_write: tuple[int, WriteStamp] | None = None
-        self._prompt_actions: list[Callable[[], None]] = []
+        self._forcing_actions: list[Callable[[], None]] = []
         self._delayed_actions: list[Callable[[], None]] = []
         self._submitted: list[EventsSubmitted] = []
         self._has_stop_change = False
@@ -113,7 +113,7 @@ class PendingEntry:
     @property
     def has_unfinished_work(self) -> bool:
         """Whether there are actions to run promptly, such as requested starts, or submitted events to write."""
-        return bool(self._prompt_actions) or bool(self._submitted)
+        return bool(self._forcing_actions) or bool(self._submitted)
 
     def add_event(self, event: Event) -> None:
         """Add `event` to the next entry; pass it to the observer, the search and the scheduler now."""
@@ -158,9 +158,9 @@ class PendingEntry:
             raise
         self._submitted.append(submitted)
 
-    def run_after_prompt_write(self, action: Callable[[], None]) -> None:
+    def run_after_forced_write(self, action: Callable[[], None]) -> None:
         """Call `action` once all present events are written, and force the next `write` to write them."""
-        self._prompt_actions.append(action)
+        self._forcing_actions.append(action)
 
     def run_after_write(self, action: Callable[[], None]) -> None:
         """Call `action` once all present events are written; the next `write` may still defer the events."""
@@ -168,7 +168,7 @@ class PendingEntry:
 
     def drop_actions(self) -> None:
         """Drop the actions that wait for a write."""
-        self._prompt_actions, self._delayed_actions = [], []
+        self._forcing_actions, self._delayed_actions = [], []
 
     def write(self, *, may_defer: bool) -> Experiment:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
@@ -178,7 +178,7 @@ class PendingEntry:
                 `sync_period` after the last write, or 2 s after a change of a trial's status, whichever is earlier.
         """
         is_awaited = any(submitted.is_awaited for submitted in self._submitted)
-        is_needed = is_awaited or self._prompt_actions or self._has_stop_change
+        is_needed = is_awaited or self._forcing_actions or self._has_stop_change
         now, status_changed_at = time.monotonic(), self._status_changed_at
         is_due = now - self._synced_at >= self._sync_period.total_seconds() or (
             status_changed_at is not None and now - status_changed_at >= _STATUS_DELAY.total_seconds()
@@ -202,11 +202,11 @@ class PendingEntry:
             for submitted in self._submitted:
                 submitted.entry_written.set_result(self.state)
             self._submitted = []
-            self._prompt_actions, self._delayed_actions = [*self._delayed_actions, *self._prompt_actions], []
+            self._forcing_actions, self._delayed_actions = [*self._delayed_actions, *self._forcing_actions], []
             self._has_stop_change, self._status_changed_at = False, None
             self.observer.on_entry_written(self.state)
             self._synced_at = time.monotonic()
-        actions, self._prompt_actions = self._prompt_actions, []
+        actions, self._forcing_actions = self._forcing_actions, []
         for action in actions:
             action()
         return self._journal_writer.experiment

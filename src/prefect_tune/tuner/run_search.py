@@ -71,9 +71,9 @@ from prefect_tune.parameters.plan_checks import (
     warn_of_errored_trials,
     warn_of_no_metric,
     warn_of_space_change,
-    warn_of_stop_limits,
     warn_of_too_few_samples,
     warn_of_unusual_mode,
+    warn_of_unusual_stop_limits,
     with_journal_digest,
     with_journal_seed,
 )
@@ -211,7 +211,7 @@ def _run_search_segment(segment: RunSegment) -> Results:
     plan, objective, log = segment.plan, segment.plan.objective, get_run_logger()
     stopper = extract_trial_stopper(plan.stopper)
     require_valid_sync(spec := make_trial_spec(plan, stopper))
-    warn_of_stop_limits(stopper, objective, log)
+    warn_of_unusual_stop_limits(stopper, objective, log)
     warn_of_constant_space(plan, log)
     policy = make_search_policy(plan)
     opening_executor, slots, location = _make_executor(plan, spec)
@@ -245,7 +245,7 @@ def _run_search_segment(segment: RunSegment) -> Results:
                 plan=plan,
                 max_concurrent_trials=slots.count,
                 end_reason=STOPPED_ON_RESUME if segment.is_stopping else None,
-                meets_stop_criterion=lambda trial: stays_finished(trial, stopper, curves),
+                stays_finished=lambda trial: stays_finished(trial, stopper, curves),
             )
             period, request_count = spec.sync.request_period, len(state.stop_requests)
             with (

@@ -107,7 +107,7 @@ def _run_training_segment(
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
         retry_plan = plan.with_changes(rerun_errored=True)
-        limits = SearchLimits(plan=retry_plan, max_concurrent_trials=1, meets_stop_criterion=lambda _: is_finished)
+        limits = SearchLimits(plan=retry_plan, max_concurrent_trials=1, stays_finished=lambda _: is_finished)
         policy = SearchPolicy(_SingleConfigSearchState(config), FIFO().begin(PLACEHOLDER_OBJECTIVE, 0))
         extent = SearchExtent(state.name, None, 1, stopper.step_count, is_training=True)
         executor, log = LocalExecutor(pool, launch=launch_in_thread), get_run_logger()

@@ -113,7 +113,7 @@ class StopHandler:
         elif (reason := self._policy.end_reason()) is not None:
             self.stop_experiment(reason)
         if self.is_stopping:
-            self._pending_entry.run_after_prompt_write(self._executor.stop_all)
+            self._pending_entry.run_after_forced_write(self._executor.stop_all)
 
     def stop_experiment(self, reason: AnyReason) -> None:
         """Journal the end of the experiment and its reason; stop every trial after a save."""
@@ -127,7 +127,7 @@ class StopHandler:
     def send_stop(self, trial_id: str) -> None:
         """After the next write, tell a running trial to save and end. The answer has the event that ends the trial."""
         stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
-        self._pending_entry.run_after_prompt_write(lambda: self._executor.send_answer(trial_id, stop))
+        self._pending_entry.run_after_forced_write(lambda: self._executor.send_answer(trial_id, stop))
 
     def _make_finish_event(self, trial_id: str) -> TrialFinished:
         reason = self._pending_entry.state.pending_stops[trial_id]

@@ -17,7 +17,7 @@ from typing import Any
 import prefect_tune as pt
 from prefect_tune.attempt import nodes
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.nodes import train_node
+from prefect_tune.attempt.nodes import train_worker_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, serialize_for_trial
 from prefect_tune.blocks import LocalTarget
@@ -186,13 +186,13 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
     """Run one attempt on a node; return why it ended."""
     secret = options.pop("secret", f"of attempt {trial.attempt + 1}")
     spec, log = make_spec(folder, **options), logging.getLogger(f"node-{node}")
-    request = AttemptRequest(search_term=1, trial=trial, secret=secret)
+    request = AttemptRequest(owner_term=1, trial=trial, secret=secret)
     attempt = request.attempt
     with without_server(), TrialProcessPool(slots=0) as pool:
         channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool).use_stop_event(threading.Event())
         try:
             if node:
-                return train_node(spec, request, node, channel, DirectTasks(spec), log)
+                return train_worker_node(spec, request, node, channel, DirectTasks(spec), log)
             channel.start_polling()
             return Attempt(spec, request, channel, DirectTasks(spec), log).run().outcome.reason
         finally:

@@ -244,7 +244,7 @@ def test_a_node_waits_for_no_answer_of_a_node_0_that_is_stopped(
     monkeypatch.setattr(nodes, "_JOIN_TIMEOUT", timedelta(seconds=1))
     monkeypatch.setattr(nodes, "NODE_TIMEOUT", timedelta(seconds=3))
     spec, key = make_spec(tmp_path), NodesKey(trial=TRIAL, attempt=1)
-    request = AttemptRequest(search_term=1, trial=Trial(id="00000", config={}), secret="of attempt 1")
+    request = AttemptRequest(owner_term=1, trial=Trial(id="00000", config={}), secret="of attempt 1")
     reason: Future[object] = Future()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = NodeAddress(host="127.0.0.1", port=listener.getsockname()[1], request="")

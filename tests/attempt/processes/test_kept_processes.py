@@ -186,7 +186,7 @@ def test_a_process_that_has_led_the_ranks_of_a_launcher_serves_no_other(train_tr
 def test_a_trial_that_gave_its_slot_away_leaves_a_process_that_serves(
     pool: TrialProcessPool, train_trial: Trainer, tmp_path: Path, witness: Path
 ) -> None:
-    start = make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, decision_step=1)
+    start = make_start(Resettable, tmp_path, {"x": 1, "witness": str(witness)}, milestone=1)
     paused = TrialPaused(trial="t", reason="paused")
     with pool.open_process(start, LOG) as channel:
         wait_until(lambda: isinstance(channel.receive(timedelta(0)), StepDone), what=lambda: "the step")

@@ -98,7 +98,7 @@ def test_an_answer_that_is_sent_as_the_channel_closes_is_dropped(wire: tuple[Con
     near, _ = wire
     channel = TrialChannel(near, FakeProcess())
     near.close()  # another thread ends the trial's process
-    channel.send(ContinueTraining(decision_step=None))
+    channel.send(ContinueTraining(milestone=None))
 
 
 @pytest.mark.parametrize("open_process", [started_process, open_trial_thread])
@@ -160,7 +160,7 @@ def test_one_thread_sends_all_messages_to_a_rank(wire: tuple[Connection, Connect
         set(threading.enumerate()),
     )
     for _ in range(20):
-        group.send_to_rank(1, ContinueTraining(decision_step=None))
+        group.send_to_rank(1, ContinueTraining(milestone=None))
     assert all(far.recv_bytes() for _ in range(20))
     assert [thread.name for thread in set(threading.enumerate()) - threads] == ["rank-sender"]
     group.close()

@@ -460,7 +460,7 @@ def write_answers(scene: Scene, *attempts: int) -> None:
     key = scene.search.key("s")
     for attempt in attempts:
         for step in (0, 3):
-            write_answer(scene.store, key, attempt, step, ContinueTraining(decision_step=4))
+            write_answer(scene.store, key, attempt, step, ContinueTraining(milestone=4))
     scene.store.objects[f"{key.answers_folder}/README"] = b"foreign"
     scene.store.objects[f"{key.answers_folder}/1-3.json"] = b"foreign, too"
 

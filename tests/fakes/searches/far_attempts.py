@@ -58,7 +58,7 @@ class FarMachines:
     ) -> Callable[[], object]:
         del channel
         trial = spec.trial.trial
-        self.started.append((trial, attempt, request.decision_step))
+        self.started.append((trial, attempt, request.milestone))
         self.requests.append(request)
         end, thread = self._ends[trial] = threading.Event(), Future()
 

@@ -52,7 +52,7 @@ class InstantExecutor:
         self._on_start(trial)
         self._trials[trial] = simulated = self._make_attempt(request.trial)
         self._inbox.append(simulated.begin())
-        self._train(simulated, request.decision_step, saves=request.saves_first)
+        self._train(simulated, request.milestone, saves=request.saves_first)
 
     def _make_attempt(self, trial: Trial) -> _Attempt:
         return _Attempt(trial)
@@ -63,7 +63,7 @@ class InstantExecutor:
         if isinstance(answer, StopTrial):
             self._inbox.extend(simulated.stop(answer))
         else:
-            self._train(simulated, answer.decision_step, saves=simulated.saves_first)
+            self._train(simulated, answer.milestone, saves=simulated.saves_first)
 
     def _train(self, simulated: _Attempt, milestone: int | None, *, saves: bool) -> None:
         simulated.saves_first = saves

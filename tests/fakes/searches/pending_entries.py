@@ -61,7 +61,7 @@ def make_pending_entry(
 
 
 def make_limits(
-    max_concurrent_trials: int, *, meets_stop_criterion: Callable[[Trial], bool] = lambda _: True, **options: Any
+    max_concurrent_trials: int, *, stays_finished: Callable[[Trial], bool] = lambda _: True, **options: Any
 ) -> SearchLimits:
     plan = SearchPlan(trainable=print, target="/nowhere", experiment="e", **options)
-    return SearchLimits(plan, max_concurrent_trials, meets_stop_criterion=meets_stop_criterion)
+    return SearchLimits(plan, max_concurrent_trials, stays_finished=stays_finished)

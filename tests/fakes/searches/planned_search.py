@@ -137,7 +137,7 @@ class PlannedSearch:
         until: Callable[[], bool] = lambda: False,
         *,
         write: EntryWriter = write_entry_directly,
-        meets_stop_criterion: Callable[[Trial], bool] = lambda _: True,
+        stays_finished: Callable[[Trial], bool] = lambda _: True,
         **options: Any,
     ) -> Experiment:
         """Continue the experiment as a new owner, to its end or `until` it is interrupted."""
@@ -152,7 +152,7 @@ class PlannedSearch:
             writer.write([ExperimentConfigured(settings=plan.settings)])
         driver = Driver(
             make_trial_spec(plan, extract_trial_stopper(plan.stopper)),
-            SearchLimits(plan, self.slots, meets_stop_criterion=meets_stop_criterion),
+            SearchLimits(plan, self.slots, stays_finished=stays_finished),
             make_search_policy(plan),
             self.executor,
             writer,

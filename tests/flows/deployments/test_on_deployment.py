@@ -37,7 +37,7 @@ from tests.fakes.searches.far_attempts import make_spec
 def make_request(attempt: int) -> AttemptRequest:
     """Make the request for an attempt of a trial; each attempt has its outbox."""
     trial = Trial(id="00000", config={}, attempt=attempt - 1, outbox=attempt, outbox_count=attempt)
-    return AttemptRequest(search_term=1, trial=trial)
+    return AttemptRequest(owner_term=1, trial=trial)
 
 
 class Api:

@@ -127,7 +127,7 @@ def test_a_trial_whose_end_nobody_had_heard_goes_on_where_the_budget_is_larger_n
     executor = UnreliableExecutor()
     for _ in range(2):
         state = PlannedSearch(local_target, slots=1, executor=executor).run(
-            space=SPACE, num_samples=1, meets_stop_criterion=lambda trial: trial.step >= 9
+            space=SPACE, num_samples=1, stays_finished=lambda trial: trial.step >= 9
         )
         assert (state.trial("00000").status, state.trial("00000").step) == (Status.COMPLETED, 9)
         assert (state.trial("00000").attempt, executor.start_count) == (2, 1)
@@ -139,7 +139,7 @@ class _ExploitRecorder(UnreliableExecutor):
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         newest = newest_checkpoint(request.trial)
         if newest is not None and newest.origin is not None:
-            self.exploits.append((spec.trial.trial, newest.origin.trial, request.decision_step))
+            self.exploits.append((spec.trial.trial, newest.origin.trial, request.milestone))
         super().start_attempt(spec, request)
 
     exploits: list[tuple[str, str, int | None]]

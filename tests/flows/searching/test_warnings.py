@@ -19,9 +19,9 @@ from prefect_tune.parameters.plan_checks import (
     warn_of_constant_space,
     warn_of_errored_trials,
     warn_of_space_change,
-    warn_of_stop_limits,
     warn_of_too_few_samples,
     warn_of_unusual_mode,
+    warn_of_unusual_stop_limits,
 )
 from prefect_tune.parameters.search_plan import SearchPlan
 from tests.fakes.checkpoints import first_generation
@@ -57,9 +57,9 @@ def error_events(*trials: str) -> list[Event]:
 
 
 def test_rays_name_of_the_step_is_a_warning_before_any_trial_begins(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_stop_limits(make_plan(stop={"step": 5}).stopper, None, LOG)
+    warn_of_unusual_stop_limits(make_plan(stop={"step": 5}).stopper, None, LOG)
     assert caplog.messages == []
-    warn_of_stop_limits(make_plan(stop={"training_iteration": 5}).stopper, None, LOG)
+    warn_of_unusual_stop_limits(make_plan(stop={"training_iteration": 5}).stopper, None, LOG)
     (message,) = caplog.messages
     assert message.endswith("fails. The equivalent of Ray Tune's training_iteration is 'step'")
 

@@ -298,7 +298,7 @@ def _end_in_background(source: _ForkSource) -> None:
     threading.Thread(target=source.end, args=(None,), name="fork-server", daemon=True).start()
 
 
-class ForkServers:
+class ForkSources:
     """The fork server of a pool, and a template for each key if `reuse` shares imports through forks. Thread-safe."""
 
     def __init__(self, reuse: Reuse) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
-from prefect_tune.attempt.processes.fork_servers import ForkServers, ProcessKey, make_process_environment
+from prefect_tune.attempt.processes.fork_servers import ForkSources, ProcessKey, make_process_environment
 from prefect_tune.attempt.processes.process_channel import (
     NO_EXTRA_ENV,
     SpawnedProcess,
@@ -66,7 +66,7 @@ class TrialProcessPool:
     def __init__(self, *, slots: int | None, reuse: Reuse = "never") -> None:
         self._grows = slots is None
         self._slots = slots if slots is not None else 1
-        self.fork_servers = ForkServers("never" if slots == 0 or not uses_linux_calls() else reuse)
+        self.fork_servers = ForkSources("never" if slots == 0 or not uses_linux_calls() else reuse)
         self._guard = threading.Lock()
         self._used_count = 0
         self._idle: list[_PooledProcess] = []

@@ -105,7 +105,7 @@ def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[t
 
 
 @contextmanager
-def _checking_deletion(store: ObjectStore, key: JournalKey) -> Iterator[None]:
+def _superseded_if_deleted(store: ObjectStore, key: JournalKey) -> Iterator[None]:
     """Raise Superseded instead of JournalCorrupt if the experiment was deleted and only parts of its journal remain."""
     try:
         yield
@@ -116,7 +116,7 @@ def _checking_deletion(store: ObjectStore, key: JournalKey) -> Iterator[None]:
 
 def iter_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Iterator[tuple[Entry, Digest]]:
     """Yield every entry after number `after` with its digest, one at a time. Raises like `load_experiment`."""
-    with _checking_deletion(store, journal):
+    with _superseded_if_deleted(store, journal):
         yield from _iter_entries(store, journal, after)
 
 
@@ -148,7 +148,7 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     if snapshot is not None:
         with suppress(JournalCorrupt):
             return _apply_newer_entries(store, snapshot)
-    with _checking_deletion(store, journal):
+    with _superseded_if_deleted(store, journal):
         return _apply_newer_entries(store, make_empty_experiment(journal))
 
 
@@ -173,7 +173,7 @@ def load_at(store: ObjectStore, journal: JournalKey, number: int | None) -> tupl
         JournalCorrupt, Superseded: see `load_experiment`.
     """
     state, entries = make_empty_experiment(journal), list[Entry]()
-    with _checking_deletion(store, journal):
+    with _superseded_if_deleted(store, journal):
         for entry, digest in _iter_entries(store, journal, 0):
             state = apply_entry(state, entry, digest)
             entries.append(entry)
@@ -370,7 +370,7 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
         first_of_term = read_entry(numbers[bisect_left(numbers, term, key=lambda number: read_entry(number).term)])
         return next((event.owner for event in first_of_term.events if isinstance(event, OwnerChanged)), None)
 
-    with _checking_deletion(store, key):
+    with _superseded_if_deleted(store, key):
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
 
 

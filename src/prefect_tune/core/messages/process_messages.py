@@ -79,10 +79,10 @@ class Start(Value):
     cadence: Cadence = Cadence()
     async_commit: bool = False
     """Whether training continues while a checkpoint is uploaded."""
-    decision_step: int | None = None
+    milestone: int | None = None
     """The next step at which the trial waits for the decision whether to continue; None if it never waits."""
     saves_first: bool = False
-    """Whether a class trainable saves at `decision_step` before it waits for the decision."""
+    """Whether a class trainable saves at `milestone` before it waits for the decision."""
     reusable: bool = True
     """Whether the process may wait for another trial after this one, if its trainable supports reuse."""
     rank: RankInfo = Field(default_factory=RankInfo)
@@ -132,7 +132,7 @@ class ContinueTraining(Value):
     """The decision at a milestone: continue training, and wait again at the next milestone."""
 
     type: Literal["continue-training"] = "continue-training"
-    decision_step: int | None
+    milestone: int | None
 
 
 AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
@@ -224,7 +224,7 @@ class TrainingEnded(Value):
     outcome: AnyOutcome
     raised: bool = False
     """Whether the trainable raised an exception."""
-    after_end: bool = False
+    raised_after_end: bool = False
     """Whether the trainable raised it after this process had ended the trial."""
     awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""

@@ -176,12 +176,12 @@ class StoppingSchedule(RungSchedule):
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
-        cutoff, judges = rung.compute_cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
+        cutoff, judge_count = rung.compute_cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
         result = make_metric_reason_arguments(loss, self._objective)
-        result |= {"step": rung.step, "cutoff": loss_to_metric(cutoff, self._objective), "judges": judges}
+        result |= {"step": rung.step, "cutoff": loss_to_metric(cutoff, self._objective), "judges": judge_count}
         progress.stop_decision = Stop(reason=make_reason("cutoff", **result))
         return progress.stop_decision
 
@@ -201,18 +201,18 @@ class PromotionSchedule(RungSchedule):
         super().__init__(brackets, objective)
         rungs = [rung for bracket in brackets.rungs for rung in bracket]
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
-        self._running: set[TrialId] = set()
+        self._unpaused: set[TrialId] = set()
         self._lacks_new_trials = False
         self._has_promoted_to_end = False  # whether a trial has continued after its last rung
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)
-        self._running.add(trial)
+        self._unpaused.add(trial)
         self._lacks_new_trials = False
 
     def next_trial_to_resume(self) -> TrialId | None:
         promotable = self._find_promotable_trial()
-        if promotable or self._has_promoted_to_end or self._running or not self._lacks_new_trials:
+        if promotable or self._has_promoted_to_end or self._unpaused or not self._lacks_new_trials:
             return promotable
         return next((rung.paused[0].trial for rung in self._rungs_descending if rung.paused), None)
 
@@ -220,13 +220,13 @@ class PromotionSchedule(RungSchedule):
         self._unpause_trial(trial)
         progress = self._progress[trial]
         self._has_promoted_to_end |= progress.rung_index == len(progress.rungs) - 1
-        self._running.add(trial)
+        self._unpaused.add(trial)
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        if not self._running and self._lacks_new_trials and self.next_trial_to_resume() is None:
+        if not self._unpaused and self._lacks_new_trials and self.next_trial_to_resume() is None:
             for rung in reversed(self._rungs_descending):
                 if rung.paused:
-                    return rung.paused[-1].trial, Stop(reason=self._rank_reason(rung, rung.paused[-1]))
+                    return rung.paused[-1].trial, Stop(reason=self._place_reason(rung, rung.paused[-1]))
         return None
 
     def on_no_new_trial(self) -> None:
@@ -234,7 +234,7 @@ class PromotionSchedule(RungSchedule):
 
     def on_trial_ended(self, trial: TrialId) -> None:
         self._unpause_trial(trial)
-        self._running.discard(trial)
+        self._unpaused.discard(trial)
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         self._unpause_trial(trial)  # a trial that reports is not paused, even if the last decision was a pause
@@ -242,14 +242,14 @@ class PromotionSchedule(RungSchedule):
         record = rung.add_trial(trial, loss)
         progress.paused_at = (rung, record)
         rung.mark_paused(record)
-        self._running.discard(trial)
+        self._unpaused.discard(trial)
         if self._find_promotable_trial() == trial:
             self.on_trial_resumed(trial)
             return Continue()
-        return Pause(reason=self._rank_reason(rung, record))
+        return Pause(reason=self._place_reason(rung, record))
 
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        return Pause(reason=self._rank_reason(*progress.paused_at)) if progress.paused_at else Continue()
+        return Pause(reason=self._place_reason(*progress.paused_at)) if progress.paused_at else Continue()
 
     def _unpause_trial(self, trial: TrialId) -> None:
         progress = self._progress[trial]
@@ -262,7 +262,7 @@ class PromotionSchedule(RungSchedule):
         trials = (rung.find_promotable_trial(self._brackets.reduction_factor) for rung in self._rungs_descending)
         return next((trial for trial in trials if trial), None)
 
-    def _rank_reason(self, rung: Rung, record: RungRecord) -> Reason:
+    def _place_reason(self, rung: Rung, record: RungRecord) -> Reason:
         """Return a reason with the trial's rank among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",

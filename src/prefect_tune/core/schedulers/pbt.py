@@ -77,7 +77,7 @@ class Explorer:
     def explore(self, config: Config, *purpose: str | int) -> Config:
         """Return a changed copy of `config`; the same `purpose` draws the same random changes."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
-        return _compute_function_values(mutated, self.mutations, mutated)
+        return _apply_mutation_functions(mutated, self.mutations, mutated)
 
     def _mutate_config(self, config: Config, mutations: Mutations, *purpose: str | int) -> Config:
         changed = dict(config)
@@ -174,12 +174,12 @@ def _as_config(value: object) -> Config:
     return value if isinstance(value, Mapping) else {}
 
 
-def _compute_function_values(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
+def _apply_mutation_functions(config: Config, mutations: Mutations, whole: Config, where: str = "config") -> Config:
     """Return `config` with the values that functions compute from the `whole` configuration."""
     changed = dict(config)
     for name, mutation in mutations.items():
         if isinstance(mutation, Mapping):
-            changed[name] = _compute_function_values(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
+            changed[name] = _apply_mutation_functions(_as_config(config.get(name)), mutation, whole, f"{where}.{name}")
         elif isinstance(mutation, SampleFrom):
             changed[name] = to_plain_node(mutation.function(whole), f"{where}.{name}")
     return changed
@@ -267,7 +267,7 @@ class _Member:
 
     number: int
     config: Mapping[str, object]
-    decision_step: int = 0
+    last_decision_step: int = 0
     """The step of the last decision; after an exploit, the step of the last decision on the source."""
     exploit_count: int = 0
     has_just_exploited: bool = False
@@ -299,17 +299,17 @@ class _PbtSchedule(Schedule):
             self._members[trial] = _Member(len(self._members), config)
 
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
-        next_step = self._members[trial].decision_step + self._rule.perturbation_interval
+        next_step = self._members[trial].last_decision_step + self._rule.perturbation_interval
         return max(next_step, self._rule.burn_in_period, step + 1)
 
     def decide(self, report: TrialReport) -> Decision:
         loss, step = compute_loss(report, self._objective), report.report.step
         member = self._members[report.trial]
         member.config = member.config if report.config is None else report.config
-        if step <= member.decision_step:
+        if step <= member.last_decision_step:
             return Continue() if member.paused_at_step is None else self._pause_trial(report.trial, member)
         self._unpause_trial(report.trial, member)  # a trial that reports is not paused, even if the last decision was
-        member.decision_step = step
+        member.last_decision_step = step
         self._remove_from_ranking(report.trial, member)
         member.loss, member.is_evaluated = loss, True
         insort(self._ranking, (loss, member.number, report.trial))
@@ -322,10 +322,10 @@ class _PbtSchedule(Schedule):
             **make_metric_reason_arguments(loss, self._objective),
             step=step,
             source_value=loss_to_metric(source_loss, self._objective),
-            source_step=source.decision_step,
+            source_step=source.last_decision_step,
         )
         member.config = self._explorer.explore(source.config, "pbt", member.number, member.exploit_count)
-        member.exploit_count, member.decision_step = member.exploit_count + 1, source.decision_step
+        member.exploit_count, member.last_decision_step = member.exploit_count + 1, source.last_decision_step
         member.has_just_exploited = True
         member.is_evaluated = False  # the trial keeps its rank until its new weights are evaluated
         return Exploit(source=source_id, config=member.config, reason=reason)
@@ -369,7 +369,7 @@ class _PbtSchedule(Schedule):
 
     def _pause_trial(self, trial: TrialId, member: _Member) -> Pause:
         if member.paused_at_step is None:
-            member.paused_at_step = member.decision_step
+            member.paused_at_step = member.last_decision_step
             insort(self._paused, (member.paused_at_step, member.number, trial))
         return Pause(reason=make_reason("turn-over", step=member.paused_at_step))
 
