@@ -12,7 +12,7 @@ from prefect.logging import get_run_logger
 
 from prefect_tune.attempt.attempt import make_node_state
 from prefect_tune.attempt.graceful_stop import run_interruptible
-from prefect_tune.attempt.nodes import train_worker_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import TrialSpec
 from prefect_tune.executors.remote_executor import RemoteSearchChannel, parse_request
@@ -45,7 +45,7 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
         if node:
             log, tasks = get_run_logger(), PrefectAttemptTasks(spec)
             return make_node_state(
-                train(lambda stop: train_worker_node(spec, attempt_request, node, channel.use_stop_event(stop), tasks, log))
+                train(lambda stop: train_node(spec, attempt_request, node, channel.use_stop_event(stop), tasks, log))
             )
 
         def train_attempt(stop: threading.Event) -> State[Any]:

@@ -21,7 +21,7 @@ from prefect_tune.attempt.attempt import (
     stays_finished,
 )
 from prefect_tune.attempt.graceful_stop import run_interruptible
-from prefect_tune.attempt.nodes import train_worker_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_output import Log, TrialLog
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.search_channel import InProcessChannel, SearchChannel, WritingJournal
@@ -105,7 +105,7 @@ def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: Searc
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quieting_inner_tasks(), retrying_refusals(), closing(channel):
-        return make_node_state(train_worker_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
+        return make_node_state(train_node(spec, request, node, channel, PrefectAttemptTasks(spec), log))
 
 
 # The public task, for users' own flows.

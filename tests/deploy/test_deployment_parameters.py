@@ -273,7 +273,9 @@ def test_prefect_loads_and_renders_nothing_that_stands_in_a_trials_configuration
     template = {"__prefect_kind": "jinja", "template": "{{ 7 * 7 }}"}
     request = AttemptRequest(owner_term=1, trial=Trial(id="t", config={"block": block, "template": template}))
     context = HydrationContext(render_jinja=True, render_workspace_variables=True)
-    sent = hydrate({"spec": {}, "request": make_request_parameter(request), "attempt": 1}, context)  # as the server does
+    sent = hydrate(
+        {"spec": {}, "request": make_request_parameter(request), "attempt": 1}, context
+    )  # as the server does
     values: list[object] = []
     visit_collection(sent, values.append, return_data=False)  # as a flow run looks for blocks
     assert not [value for value in values if isinstance(value, dict) and "$ref" in value]

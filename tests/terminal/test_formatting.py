@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from prefect_tune.arrow_tables import attempts_to_arrow
-from prefect_tune.core.display_text import format_duration, format_precise_seconds, make_visible
+from prefect_tune.core.display_text import format_duration, format_elapsed, make_visible
 from prefect_tune.core.experiment.cost import AttemptCost, CostCategory, ExperimentCost, RunCost, format_cost
 from prefect_tune.core.experiment.experiment import Experiment, make_empty_experiment
 from prefect_tune.core.experiment.trial_transitions import Trial
@@ -138,7 +138,7 @@ def test_a_whole_number_is_said_in_full_and_other_values_as_they_are(value: obje
 
 def test_counts_metrics_and_durations_are_of_the_same_style() -> None:
     assert format_metrics({"loss": 1 / 3, "n": 1000}) == "loss 0.3333, n 1,000"
-    assert [format_precise_seconds(seconds) for seconds in (0.0, 0.5312, 8.149, 12.4, 205, 7_500, 8.64e18)] == [
+    assert [format_elapsed(seconds) for seconds in (0.0, 0.5312, 8.149, 12.4, 205, 7_500, 8.64e18)] == [
         *("0 s", "0.531 s", "8.15 s", "12 s", "3 min 25 s", "2 h 5 min", "100000000000000 d")
     ]
 

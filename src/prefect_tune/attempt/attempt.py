@@ -273,7 +273,7 @@ class ReportReader:
     def read_reports(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
         reports = self._curves.get_curve(trial.id)
-        if not reports or reports[-1].step < trial.step:
+        if not reports or reports[-1].step < trial.step or self._curves.attempts.get(trial.id, 0) < trial.attempt:
             with self._target.open(timeout=timedelta(minutes=5)) as store:
                 for entry in read_entries(store, self._journal, self._last_entry_number):
                     self._curves.add_entry(entry)

@@ -425,7 +425,7 @@ def find_local_address() -> str:
 # Another node.
 
 
-def train_worker_node(
+def train_node(
     spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel, tasks: AttemptTasks, log: Log
 ) -> Reason:
     """Train the ranks of a node other than node 0 until the attempt is over; return why this training ended."""

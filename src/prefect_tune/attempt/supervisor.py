@@ -18,7 +18,7 @@ The attempt ends for the first of these reasons (`_check_outcome`). The right co
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
     2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
     3  rank 0 has finished, but another rank waits in a later step               TRAINABLE
-    4  rank 0 or the parent has ended; the other ranks have 20 s to end          (the outcome of rank 0 or the parent)
+    4  rank 0 or the parent has ended; if it has trained, others have 20 s       (the outcome of rank 0 or the parent)
        or a rank has failed; the root cause has 1 s to arrive                    that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
     6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
@@ -112,7 +112,7 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._make_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
-        """(cause order, failure, rank or None), in order of arrival; the lowest cause order marks the root cause."""
+        """(order, failure, rank or None), as they arrived; the lowest order, such as `_DIED`, marks the root cause."""
         self._leading_outcome: Outcome | None = None
         """The outcome of rank 0 or the parent process; a failure of another rank in its last step replaces it."""
         self._end_deadline: Deadline | None = None
@@ -125,7 +125,7 @@ class _Supervisor:
         """How each rank ended, if known; journaled for display, and used for no decision."""
         self._returned_ranks: set[int] = set()
         """The ranks that have returned; cleared once the log warns that some returned before rank 0's last step."""
-        self._step_count = 0  # the count of steps that rank 0 has reported in this attempt
+        self._step_count = 0  # of the steps that rank 0 has reported in this attempt
         self._submitted_save_count = self._failed_save_count = 0  # counted by this thread
         self._committed_save_count = 0  # counted by the commit worker's thread
         self._saves_without_node_part: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
@@ -223,7 +223,7 @@ class _Supervisor:
         self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint. If the journaled report needs_decision a decision, flush the journal at once."""
+        """Queue a report and its checkpoint; flush the journal at once if the report is how a decision is requested."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
@@ -296,15 +296,15 @@ class _Supervisor:
         awaits_parent = message.has_returned and PARENT_RANK in self._group.open_ranks
         decides = rank == PARENT_RANK or (rank == 0 and not awaits_parent)
         if decides and self._leading_outcome is None and not self._failures:
-            if self._failed_save_reasons and isinstance(outcome, TrialFinished):  # the last checkpoint is not committed
-                outcome = self._make_attempt_ended(Cause.MACHINE, self._failed_save_reasons[-1])
-            elif self._failed_save_reasons and isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED:
-                outcome = self._make_attempt_ended(Cause.PREEMPTED, self._failed_save_reasons[-1])  # the requested save failed
+            is_preempted = isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED
+            if self._failed_save_reasons and (is_preempted or isinstance(outcome, TrialFinished)):
+                cause = Cause.PREEMPTED if is_preempted else Cause.MACHINE  # the last or requested save failed
+                outcome = self._make_attempt_ended(cause, self._failed_save_reasons[-1])
             self._leading_outcome = outcome
             self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._step_count else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, raised_after_end: bool) -> None:
-        """Record the failure of a rank. With `raised_after_end`, the rank raised after its process had ended the training."""
+        """Record the failure of a rank. With `raised_after_end`, its process had ended the training before."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -371,9 +371,12 @@ class _Supervisor:
         ends = {rank: how for rank, how in reasons if rank >= 0 and (has_failed or how != _RETURNED_REASON)}
         if self._group.world_size == 1 or not ends:
             return ()
-        first = min(self._failures, key=itemgetter(0))[2] if self._failures else next(iter(ends))
-        cause = ends.get(first) if has_failed and first is not None else None
-        groups = groupby(sorted(ends, key=lambda rank: (ends[rank] != cause, rank)), key=ends.__getitem__)
+        candidates = [min(self._failures, key=itemgetter(0))[2]] if self._failures else ends
+        causes = (how for rank, how in ends.items() if rank in candidates and how != _RETURNED_REASON)
+        cause = next(causes, None) if has_failed else None
+        hows = [ends[rank] for rank in sorted(ends)]
+        ranks_in_order = sorted(ends, key=lambda rank: (ends[rank] != cause, hows.index(ends[rank]), rank))
+        groups = groupby(ranks_in_order, key=ends.__getitem__)
         return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in groups]
 
     # ------------------------------------------------------------------------------------ what ends the attempt
@@ -436,6 +439,8 @@ class _Supervisor:
             "%s; training continues. Every rank must call pt.report in each step, even without a checkpoint", reason
         )
         self._group.send_to_rank_0(SaveFailed(step=failed.step))
+        if self._silent_since is not None:
+            self._silent_since = time.monotonic()  # until now, the ranks may have waited for this save
         return None
 
     def _check_joins(self) -> Outcome | None:

@@ -86,7 +86,7 @@ def format_seconds(number: float) -> str:
     return f"{seconds} s"
 
 
-def format_precise_seconds(seconds: float) -> str:
+def format_elapsed(seconds: float) -> str:
     """Format a duration with decimals below 10 s: `0.53 s`, `8.2 s`, `3 min 20 s`."""
     if seconds >= 10:
         return format_seconds(seconds)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from prefect_tune.core.display_text import first_line, format_precise_seconds, format_size, make_storable, pluralize
+from prefect_tune.core.display_text import first_line, format_elapsed, format_size, make_storable, pluralize
 from prefect_tune.core.values import Message, Value
 
 
@@ -233,7 +233,7 @@ class _SentenceFormatter(string.Formatter):
 
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "span": format_precise_seconds,
+    "span": format_elapsed,
     "size": format_size,
     "count": lambda count: f"{count:.0f}" if float(count).is_integer() else f"{count:g}",
     "ranks": lambda ranks: f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}",

@@ -430,7 +430,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         is_inconclusive=bool(doubts),
         unrestored=[state for state in unrestored if remaining or state.kind in _LASTING_KINDS],
         save=save_costs,
-        advice=_make_save_advice(plan, undisturbed, killed, save_costs),
+        advice=_make_advice(plan, undisturbed, killed, save_costs),
     )
 
 
@@ -481,7 +481,7 @@ def _measure_saves(run: DrillRun) -> SaveCosts | None:
     )
 
 
-def _make_save_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> SaveAdvice | None:
+def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save: SaveCosts | None) -> SaveAdvice | None:
     steps = [record.seconds for record in undisturbed.records if record.seconds > 0]
     if save is None or not steps:
         return None

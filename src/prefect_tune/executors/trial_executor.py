@@ -37,7 +37,7 @@ _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt has ended, with the error of its task, if any. The journal records how the trial ended."""
+    """The task of an attempt has exited, with this error, if any. The attempt is lost if the journal lacks its end."""
 
     trial: str
     error: BaseException | None = None

@@ -503,7 +503,7 @@ class SearchLimits:
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
     stays_finished: Callable[[Trial], bool] = lambda _: True
-    """Returns whether a finished trial also meets the present stop criterion; if not, the trial is requeued."""
+    """Returns False if a finished trial does not meet the present stop criterion, so that it is requeued."""
 
 
 # The specification of a plan's trials.

@@ -10,7 +10,7 @@ from typing import TypeAlias, assert_never
 
 from prefect_tune.core.display_text import (
     first_line,
-    format_precise_seconds,
+    format_elapsed,
     format_size,
     make_visible,
     make_visible_line,
@@ -112,7 +112,7 @@ def make_headline_section(report: ReportInput) -> Iterator[PageElement]:
         rows += [
             ("owner", _make_link_cell(owner, report.run_url(periods[-1].owner))),
             ("time", f"{periods[0].began_at:%Y-%m-%d %H:%M:%S} to {report.now:%Y-%m-%d %H:%M:%S} UTC"),
-            ("elapsed", format_precise_seconds(report.elapsed_seconds) + runs),
+            ("elapsed", format_elapsed(report.elapsed_seconds) + runs),
         ]
     rows += [("as of", report.age), ("ended early", shorten(first_line(report.experiment.stop_reason), 200))]
     yield Table((), [row for row in rows if row[1]])
@@ -151,7 +151,7 @@ def make_best_trial_section(report: ReportInput) -> Iterator[PageElement]:
     best = report.best_trials[0] if len(report.best_trials) == 1 else report.trials[0]
     yield Heading(f"Best trial: {format_best_trial_name(best.id, best.status)}" if report.best_trials else "The trial")
     attempts, trained = pluralize(best.attempt, "attempt", "attempts"), best.measured_seconds
-    effort = f"in {attempts}" if trained is None else f"after {format_precise_seconds(trained)} of training in {attempts}"
+    effort = f"in {attempts}" if trained is None else f"after {format_elapsed(trained)} of training in {attempts}"
     rows: list[tuple[str, Cell]] = [
         ("status", format_status(best.status, best.step)),
         ("metrics", shorten(format_metrics(best.metrics), 300)),
@@ -234,7 +234,7 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     if any(trial.attempt > 1 for trial in trials):
         last.append(("attempts", [f"{trial.attempt:,}" for trial in trials]))
     times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
-    last.append(("trained", ["not measured" if seconds is None else format_precise_seconds(seconds) for seconds in times]))
+    last.append(("trained", ["not measured" if seconds is None else format_elapsed(seconds) for seconds in times]))
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
     # Show the first five parameters that differ between trials (of a single trial, any five), as far as they fit.
     free_width = _MAX_TABLE_WIDTH - sum(map(_measure_column, (*columns, *last)))
@@ -315,17 +315,17 @@ def make_cost_rows(totals: Totals) -> Mapping[str, str]:
     if not recomputed and totals.lost_seconds < MIN_SHOWN_SECONDS:
         lost = f"no training {'is known to have been' if totals.recomputed_is_lower_bound else 'was'} lost"
     else:
-        seconds = f"{format_precise_seconds(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
+        seconds = f"{format_elapsed(totals.lost_seconds)} after the last checkpoints; " if totals.lost_seconds else ""
         nothing = "no step is known to have been" if totals.recomputed_is_lower_bound else "no step was"
         lost = f"{seconds}{recomputed or nothing} trained again so far"
-    training = f"{attempts}; time not measured" if trained is None else f"{format_precise_seconds(trained)} in {attempts}"
+    training = f"{attempts}; time not measured" if trained is None else f"{format_elapsed(trained)} in {attempts}"
     rows = {"training": training, "lost": lost}
     size, sent, saved = map(format_size, (totals.committed_bytes, totals.sent_bytes, totals.saved_bytes))
     if totals.checkpoints_committed:
         rows["checkpoints"] = f"{totals.checkpoints_committed:,} committed, {size} in all"
     if totals.measured_bytes:
         share = totals.saved_bytes / max(1, totals.saved_bytes + totals.sent_bytes)
-        rows["upload"] = f"{sent} sent in {format_precise_seconds(totals.upload_seconds)}"
+        rows["upload"] = f"{sent} sent in {format_elapsed(totals.upload_seconds)}"
         rows["deduplication"] = f"{saved} not sent, {share:.0%}: the target already had them"
     return rows
 
@@ -341,7 +341,7 @@ def _make_runs_section(report: ReportInput) -> Iterator[PageElement]:
         ("run", [str(period.owner) for period in periods]),
         ("began", [f"{period.began_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
         ("last entry", [f"{period.last_entry_at:%Y-%m-%d %H:%M:%S}" for period in periods]),
-        ("elapsed", [format_precise_seconds(compute_elapsed_seconds(period)) for period in periods]),
+        ("elapsed", [format_elapsed(compute_elapsed_seconds(period)) for period in periods]),
         ("samples requested", [f"+{period.sample_count:,}" if period.sample_count else "" for period in periods]),
         ("trials added", [f"{period.trial_count:,}" for period in periods]),
         ("attempts", [f"{attempts:,}" for _, attempts in runs]),

@@ -15,13 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefect_tune.core.display_text import (
-    format_amount,
-    format_duration,
-    format_precise_seconds,
-    format_size,
-    make_visible,
-)
+from prefect_tune.core.display_text import format_amount, format_duration, format_elapsed, format_size, make_visible
 from prefect_tune.core.experiment.cost import (
     MAX_LISTED_LOSSES,
     AttemptCost,
@@ -293,7 +287,7 @@ def make_cost_table(cost: ExperimentCost) -> Table:
     for category, seconds in cost.seconds.items():
         if seconds >= MIN_SHOWN_SECONDS:
             share = format_percentage(seconds / (cost.slot_seconds or 1.0))
-            table.add_row(*to_plain_cells((str(category), format_precise_seconds(seconds), share)))
+            table.add_row(*to_plain_cells((str(category), format_elapsed(seconds), share)))
     return table
 
 
@@ -306,8 +300,8 @@ def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
         training = attempt.seconds[CostCategory.TRAINING]
         losses = [(seconds, kind) for kind, seconds in attempt.seconds.items() if kind is not CostCategory.TRAINING]
         shown = sorted(losses, key=lambda loss: -loss[0])[:MAX_LISTED_LOSSES]
-        largest = [f"{kind} {format_precise_seconds(seconds)}" for seconds, kind in shown if seconds >= MIN_SHOWN_SECONDS]
-        times = format_precise_seconds(attempt.total_seconds), format_precise_seconds(training)
+        largest = [f"{kind} {format_elapsed(seconds)}" for seconds, kind in shown if seconds >= MIN_SHOWN_SECONDS]
+        times = format_elapsed(attempt.total_seconds), format_elapsed(training)
         cells = (str(attempt.attempt), *times, ", ".join(largest), *(resources.get(name, "") for name in names))
         table.add_row(*to_plain_cells(cells))
     return table

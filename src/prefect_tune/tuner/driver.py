@@ -90,7 +90,7 @@ _MAX_STARTS = 8  # per pass of the loop; a start on a cluster takes some 30 ms, 
 
 
 class Driver:
-    """Drives an experiment during one owner's term, and writes its journal.
+    """Drives an experiment during one owner's term, and writes the owner's entries in its journal.
 
     Each change is journaled, and recorded by the policy, before it takes effect, so that a resume can replay it.
     Attempts in this process submit their events; attempts on other machines post them, and the driver reads the posts.
@@ -133,7 +133,7 @@ class Driver:
         self._decision_handler = DecisionHandler(
             policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._previous_attempt_numbers: dict[str, int] = {}  # by trial: the number of the attempt before this one
+        self._previous_attempt_numbers: dict[str, int] = {}  # by running trial: the number of the attempt before
         self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
         self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot start by run's clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
@@ -159,9 +159,13 @@ class Driver:
     def _write_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
         """Journal the events that attempts submitted before the loop failed; a failed write raises in the attempts."""
         unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
+        for message in self._messages:
+            if isinstance(message, AttemptExited):
+                self._executor.remove_attempt(message.trial)
         self._messages.clear()
         for events in (*unhandled, *submitted):
-            self._pending_entry.add_submitted(events)
+            with suppress(Exception):  # such as an error of the scheduler; the attempt gets it too
+                self._pending_entry.add_submitted(events)
         with suppress(TuneError):
             if self._pending_entry.has_unfinished_work:
                 self._pending_entry.write(may_defer=False)
@@ -219,7 +223,7 @@ class Driver:
         return self._resume_trial(paused_id)
 
     def _holds_slot(self, trial_id: str) -> bool:
-        """Return whether the trial's attempt runs, or will start after the next write; `_executor` lacks the latter."""
+        """Return whether the trial has an attempt that runs, or whose start is requested after the next write."""
         return trial_id in self._slot_starts
 
     def _stop_unneeded_trials(self) -> None:
@@ -244,7 +248,7 @@ class Driver:
                 added = TrialAdded(trial=trial_id, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
                 self._add_event(added)
                 return trial_id
-            case Wait():  # an unsent start counts too, since its result may let the search propose
+            case Wait():  # a trial whose start is not sent yet counts too: its end may let the search propose
                 is_busy = len(self._executor) or self._pending_entry.has_unfinished_work
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
@@ -280,11 +284,11 @@ class Driver:
 
     def _send_attempt_request(self, trial_id: str, milestone: int | None) -> None:
         """Ask the executor to start an attempt, or to reattach to one; the trial's state is journaled."""
-        trial = self._experiment.trial(trial_id)
+        trial, reader = self._experiment.trial(trial_id), self._report_reader
         request = AttemptRequest(
             owner_term=self._experiment.term,
             trial=trial.model_copy(update={"policy_events": (), "attempt_records": ()}),
-            reports=tuple(self._report_reader.read_reports(trial)) if self._report_reader is not None and trial.checkpoints else (),
+            reports=tuple(reader.read_reports(trial)) if reader is not None and trial.checkpoints else (),
             milestone=milestone,
             saves_first=self._policy.schedule.saves_first,
         )
@@ -312,7 +316,7 @@ class Driver:
         if trial_id in self._experiment.pending_stops:
             self._stop_handler.send_stop(trial_id)
         if not trial.step:
-            return  # the trial has not reported yet; step 0 is the key of unsolicited answers
+            return  # the trial has not reported yet, and an answer to step 0 would be an unsolicited answer
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(trial_id, last_report(trial))
@@ -320,8 +324,7 @@ class Driver:
             self._decision_handler.send_decision(trial_id, trial.pending_exploit or Continue(), trial.step)
 
     def _handle_messages(self, messages: Sequence[Message]) -> None:
-        exits: list[AttemptExited] = []
-        self._messages.extend(messages)
+        self._messages.extend(sorted(messages, key=lambda message: isinstance(message, AttemptExited)))  # exits last
         while self._messages:
             match message := self._messages.popleft():
                 case EventsSubmitted():
@@ -338,23 +341,9 @@ class Driver:
                 case RemoteAttemptStarted():
                     self._resend_answers(message.trial)
                 case AttemptExited():
-                    exits.append(message)
+                    self._handle_attempt_exit(message)
                 case never:
                     assert_never(never)
-        for attempt_exit in exits:
-            trial_id = attempt_exit.trial
-            self._executor.remove_attempt(trial_id)
-            (since, began), trial = self._slot_starts.pop(trial_id), self._experiment.trial(trial_id)
-            if trial.proposed_by_search:  # a single training has no slots
-                number = max(trial.attempt, self._previous_attempt_numbers[trial_id] + 1)
-                seconds = round(time.monotonic() - began, 3)
-                self._add_event(SlotFreed(trial=trial_id, attempt=number, since=since, seconds=seconds))
-            self._handle_attempt_exit(attempt_exit)
-            trial = self._experiment.trial(trial_id)
-            was_reattached = trial_id in self._reattached
-            if was_reattached and trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
-                self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
-                self._ready_queue.append(trial_id)
 
     def _update_has_trained(self, events: Sequence[AttemptEvent]) -> None:
         if any(isinstance(event, StepReported | CheckpointCommitted) for event in events):
@@ -446,10 +435,17 @@ class Driver:
                 self._add_event(event)
 
     def _handle_attempt_exit(self, attempt_exit: AttemptExited) -> None:
-        """Handle the exit of an attempt by the first case that applies: errors, then stops, then the trial's phase."""
-        self._close_outbox(attempt_exit.trial)
-        trial, error = self._experiment.trial(attempt_exit.trial), attempt_exit.error
-        has_begun = trial.attempt > self._previous_attempt_numbers.pop(trial.id)
+        """Free the slot; then handle the first case that applies: errors, then stops, then the trial's phase."""
+        trial_id, error = attempt_exit.trial, attempt_exit.error
+        self._executor.remove_attempt(trial_id)
+        (since, began), trial = self._slot_starts.pop(trial_id), self._experiment.trial(trial_id)
+        previous_number = self._previous_attempt_numbers.pop(trial_id)
+        if trial.proposed_by_search:  # a single training has no slots
+            number, seconds = max(trial.attempt, previous_number + 1), round(time.monotonic() - began, 3)
+            self._add_event(SlotFreed(trial=trial_id, attempt=number, since=since, seconds=seconds))
+        self._close_outbox(trial_id)
+        trial = self._experiment.trial(trial_id)
+        has_begun = trial.attempt > previous_number
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
         elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
@@ -468,6 +464,11 @@ class Driver:
             self._failure_handler.retry_lost_attempt(trial.id, error)
         else:
             self._resume_unless_scheduler_paused(trial)
+        trial = self._experiment.trial(trial_id)
+        was_reattached = trial_id in self._reattached
+        if was_reattached and trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
+            self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
+            self._ready_queue.append(trial_id)
 
     def _resume_unless_scheduler_paused(self, trial: Trial) -> None:
         """Resume a paused trial if it exploits another trial, or if the scheduler did not pause it."""
@@ -484,7 +485,7 @@ class Driver:
         for trial_id in self._find_unfinished_trials():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
                 self._recover_trial(trial_id)
-        # Writes now if an attempt was reattached, so that a stop is sent to the attempt, and does not finish the trial.
+        # A reattachment forces this write. So a stop is sent to the reattached attempt, and does not finish the trial.
         self._pending_entry.write(may_defer=True)
 
     def _add_unread_posts(self, trials: Sequence[Trial]) -> None:
@@ -492,7 +493,7 @@ class Driver:
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
             """Return the next posts in a trial's open outbox; None if a post cannot be read."""
-            trial_key, outbox = self._experiment.trial_key(trial.id), trial.outbox_count
+            trial_key, outbox = self._experiment.trial_key(trial.id), trial.outbox_count  # the last outbox is open
             read_trial_posts = partial(read_posts, trial=trial_key, outbox=outbox, after=trial.last_post)
             try:
                 return context.run(with_store, self._target, read_trial_posts, _IO_TIMEOUT)
@@ -516,10 +517,11 @@ class Driver:
             trials = [self._experiment.trial(trial_id) for trial_id in unread_trials]
 
     def _find_unfinished_trials(self) -> Mapping[str, Trial]:
-        """Return the trials to continue: pending ones, running ones, and paused ones that resume at once."""
+        """Return the pending and running trials, the trials to stop, and the paused trials that resume at once."""
         phases, resumes = (Phase.PENDING, Phase.RUNNING), self._policy.resumes_without_scheduler
         trials = self._experiment.trials.values()
-        return {trial.id: trial for trial in trials if trial.phase in phases or resumes(trial)}
+        stops = self._experiment.pending_stops  # may hold a paused trial that its owner did not live to stop
+        return {trial.id: trial for trial in trials if trial.phase in phases or resumes(trial) or trial.id in stops}
 
     def _recover_trial(self, trial_id: str) -> None:
         """Prepare a trial for its next attempt.

@@ -76,7 +76,7 @@ class SearchPolicy:
         """The number of trials that the journal holds."""
         self._suggested_number: int | None = None  # the last proposed trial, which needs no `restore_trial`
         self._paused: set[str] = set()
-        self._last_decision_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
+        self._decided_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
 
     def add_prior_trials(self, prior_trials: Iterable[PriorTrial]) -> int:
         """Pass trials of other experiments to the search, before any other call; return how many it accepts."""
@@ -121,7 +121,7 @@ class SearchPolicy:
         self._search_state.on_report(parse_trial_number(trial.id), report)
         decision = self.schedule.decide(TrialReport(trial.id, report))
         exploited = decision.source if isinstance(decision, Exploit) else None
-        self._last_decision_steps[trial.id] = report.step if exploited is None else self._last_decision_steps.get(exploited, 0)
+        self._decided_steps[trial.id] = report.step if exploited is None else self._decided_steps.get(exploited, 0)
         (self._paused.add if isinstance(decision, Pause) else self._paused.discard)(trial.id)
         return decision
 
@@ -141,7 +141,7 @@ class SearchPolicy:
         last_decision = pending_decision(trial)
         if last_decision is not None and last_decision.report is not None:
             return last_decision.report.step
-        return self.schedule.next_milestone(trial.id, self._last_decision_steps.get(trial.id, 0))
+        return self.schedule.next_milestone(trial.id, self._decided_steps.get(trial.id, 0))
 
     def record(self, trial: Trial, past_event: ReplayEvent) -> None:
         """Record an event of the journal, new or replayed; `trial` is the state after the event."""

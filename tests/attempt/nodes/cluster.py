@@ -17,7 +17,7 @@ from typing import Any
 import prefect_tune as pt
 from prefect_tune.attempt import nodes
 from prefect_tune.attempt.attempt import Attempt
-from prefect_tune.attempt.nodes import train_worker_node
+from prefect_tune.attempt.nodes import train_node
 from prefect_tune.attempt.processes.process_pool import TrialProcessPool
 from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec, serialize_for_trial
 from prefect_tune.blocks import LocalTarget
@@ -192,7 +192,7 @@ def run_node(folder: Path, node: int, trial: Trial, options: dict[str, Any]) -> 
         channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool).use_stop_event(threading.Event())
         try:
             if node:
-                return train_worker_node(spec, request, node, channel, DirectTasks(spec), log)
+                return train_node(spec, request, node, channel, DirectTasks(spec), log)
             channel.start_polling()
             return Attempt(spec, request, channel, DirectTasks(spec), log).run().outcome.reason
         finally:

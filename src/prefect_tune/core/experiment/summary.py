@@ -162,6 +162,7 @@ class LearningCurves:
         self._reports: dict[str, dict[int, StepReport]] = {}
         self.report_count = 0
         """The number of reports added so far, including repeated steps."""
+        self.attempts: dict[str, int] = {}  # by trial: the number of the last attempt that began
         for entry in entries:
             self.add_entry(entry)
 
@@ -173,8 +174,8 @@ class LearningCurves:
     def add_event(self, event: Event) -> None:
         """Add the reports of the next event."""
         match event:
-            case AttemptStarted(trial=trial, from_step=start) if trial in self._reports:
-                reports = self._reports[trial]
+            case AttemptStarted(trial=trial, attempt=attempt, from_step=start):
+                self.attempts[trial], reports = attempt, self._reports.get(trial, {})
                 self._reports[trial] = {step: report for step, report in reports.items() if step <= start}
             case CheckpointCloned(trial=trial, checkpoint=clone):
                 self._reports[trial] = {clone.step: clone.report}

@@ -13,7 +13,7 @@ This works for any number of processes that do not know of each other, without l
 - **Non-owners** (quarantine and retirement by another process) append only `NonOwnerEvent`, with `append_as_non_owner`;
   each entry names its kind of writer. An owner that finds such an entry applies it, and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
-  the existing entry has the same write id, the create has succeeded.
+  the existing entry has the same write id (in `acquire_ownership`), or all its bytes, the create has succeeded.
 - **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
   it, that entry 1 still exists: see `generations`.
 - **Order.** An entry is durable before its effect; replies to trials and deletions of bytes come after `append_events`.
@@ -96,7 +96,7 @@ def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[t
     """Yield the entries after `after`. Read on until a number has no entry, because a listing may be stale."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
-    # A generator, so that a foreign file named like entry ten billion does not cause a list of ten billion paths.
+    # A generator, because a foreign file with a huge number must not cause a list of as many paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
         yield decode_entry(data, path), hash_bytes(data)
@@ -406,14 +406,14 @@ def compute_snapshot_interval(experiment: Experiment) -> int:
     return interval
 
 
-def is_snapshot_due(experiment: Experiment, before: int) -> bool:
-    """Return whether a snapshot interval has ended since entry `before`; entries of non-owners count too."""
+def is_snapshot_due(experiment: Experiment, count_before: int) -> bool:
+    """Return whether a snapshot interval has ended since the journal had `count_before` entries."""
     interval = compute_snapshot_interval(experiment)
-    return experiment.entry_count // interval > before // interval
+    return experiment.entry_count // interval > count_before // interval
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
-    """Return whether at least 200 entries follow the last snapshot, so that the run should write another at its end."""
+    """Return whether 200 or more entries follow the last snapshot; never true for up to 1600 trials (one every 200)."""
     return experiment.entry_count % compute_snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 

@@ -50,7 +50,7 @@ class Post(Document):
     at: str
     events: tuple[Annotated[AttemptEvent, Field(discriminator="type")], ...] = ()
     closed_by: str = ""
-    """The owner that closed the outbox, for display; empty in a post of the attempt."""
+    """The owner that closed the outbox, if this is the end of the outbox; empty in a post of the attempt."""
 
 
 def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, post: Post) -> None:
@@ -150,7 +150,7 @@ def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]])
 
 
 def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
-    """Return the posts whose events `state` includes, except the first post and the end of each outbox."""
+    """Return the posts whose events `state` includes, except the first and the last object of each outbox."""
     if not state.outbox_count:
         return ()
     outboxes: dict[str, dict[int, ListedObject]] = {}

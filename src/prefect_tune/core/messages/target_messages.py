@@ -46,7 +46,7 @@ class TrialAnswer(Document):
     """The document in which an answer is stored on the target."""
 
     format: Literal["prefect-tune/answer"] = "prefect-tune/answer"
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     answer: Annotated[AnyAnswer, Field(discriminator="type")]
 
 

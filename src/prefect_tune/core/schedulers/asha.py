@@ -192,16 +192,16 @@ class StoppingSchedule(RungSchedule):
 class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
-    A trial that is promotable when it reaches a rung continues without a pause. If no new trial is available, no trial
-    is running, and none was promoted from the last rung of a bracket, then the best paused trial of the highest rung
-    resumes, so that even a small search trains one trial to the end. After that, the other paused trials are pruned.
+    A trial that reaches a rung continues without a pause if a free slot would go to it. If no new trial is available,
+    all trials are paused or ended, and none was promoted from the last rung of a bracket, then the best paused trial of
+    the highest rung resumes: even a small search tries to train one trial to the end. Then the others are pruned.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
         super().__init__(brackets, objective)
         rungs = [rung for bracket in brackets.rungs for rung in bracket]
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
-        self._unpaused: set[TrialId] = set()
+        self._unpaused: set[TrialId] = set()  # the trials that are neither paused nor ended
         self._lacks_new_trials = False
         self._has_promoted_to_end = False  # whether a trial has continued after its last rung
 
@@ -263,7 +263,7 @@ class PromotionSchedule(RungSchedule):
         return next((trial for trial in trials if trial), None)
 
     def _place_reason(self, rung: Rung, record: RungRecord) -> Reason:
-        """Return a reason with the trial's rank among the trials that reached the rung."""
+        """Return a reason with the trial's place among the trials that reached the rung."""
         return make_reason(
             "rank-promoted",
             **make_metric_reason_arguments(record.loss, self._objective),
@@ -298,7 +298,7 @@ class ASHA(Scheduler):
     ```
 
     Args:
-        max_t: the step at which every trial ends.
+        max_t: the step at which a trial ends at the latest.
         grace_period: the step of the first rung.
         reduction_factor: the ratio of a rung's step to the previous rung's; 1 / `reduction_factor` of trials continue.
         brackets: the number of brackets.
