@@ -282,6 +282,25 @@ def test_who_waits_for_an_upload_is_not_taken_for_hung_and_who_waits_for_nothing
     assert (outcome.cause, get_reason_code(outcome.reason)) == (Cause.MACHINE, "silent")
 
 
+def test_the_clock_of_silence_starts_again_when_a_save_has_failed(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = timedelta(seconds=0.5)  # the ranks wait for the missing part, longer than silence is allowed
+    monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, late))
+    monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
+    done = TrainingEnded(outcome=DONE)
+    first, messages = FakeChannel([]), [LOADED, make_step(1, saves=True)]
+
+    def receive(timeout: timedelta) -> FromTrial | None:
+        del timeout
+        time.sleep(0.01)
+        return messages.pop(0) if messages else done if first.sent == [SaveFailed(step=1)] else None
+
+    monkeypatch.setattr(first, "receive", receive)
+    outcome = supervise_group(make_group(first, FakeChannel([LOADED])), spec)
+    assert get_reason_code(outcome.reason) == "not-committed", "the trial heard of the failed save, and ended"
+
+
 def test_who_is_told_unasked_to_leave_is_taken_for_hung_all_the_same(spec: TrialSpec) -> None:
     search_channel = make_channel()
 
@@ -400,7 +419,7 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
 @pytest.mark.parametrize(
     ("ranks", "ends"),
     long_after(
-        4,
+        6,
         [
             (
                 [
@@ -436,6 +455,28 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 ],
             ),
             (
+                [
+                    FakeChannel([LOADED, make_raised("a")]),
+                    FakeChannel([], KILLED),
+                    *(FakeChannel([make_raised(text)]) for text in "ba"),
+                ],
+                [
+                    RankEnd(ranks=(1,), how=make_reason("rank-died", signal="SIGKILL"), is_cause=True),
+                    RankEnd(ranks=(0, 3), how=make_rank_end("a")),
+                    RankEnd(ranks=(2,), how=make_rank_end("b")),
+                ],
+            ),
+            (
+                [
+                    FakeChannel([LOADED, make_step(1), TrainingEnded(outcome=RETURNED)]),
+                    FakeChannel([*[0.01] * 9, make_raised("x")]),
+                ],
+                [
+                    RankEnd(ranks=(1,), how=make_rank_end("x"), is_cause=True),
+                    RankEnd(ranks=(0,), how=make_reason("returned")),
+                ],
+            ),
+            (
                 [FakeChannel([LOADED, RankMetrics(step=1, metrics={})]), FakeChannel([LOADED])],
                 [RankEnd(ranks=(1,), how=make_reason("rank-without-report"), is_cause=True)],
             ),
@@ -455,6 +496,8 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
         "a killed rank",
         "one returned",
         "a rank that dies",
+        "equal ends",
+        "a rank that raises in its last step",
         "a rank without metrics",
         "all alike",
         "a single process",

@@ -58,7 +58,7 @@ def test_what_it_forgets_is_named(
     assert report.differences[0].step in {3, 4, 5}, "the steps after the resume, until the first save"
     first = report.unrestored[0]
     assert first.kind == kind, list(report.lines())
-    assert first.name.removeprefix("made.").startswith(name)
+    assert first.name.removeprefix("trainable.").startswith(name)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,17 @@ from prefect_tune.core.experiment.experiment import Experiment, TrialMap, make_e
 from prefect_tune.core.experiment.stoppers import MaxSteps, Never, Plateau, Stopper
 from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import acquire_ownership, append_events
-from prefect_tune.core.journal_events import Event, ExperimentConfigured, Owner, TrialAdded
+from prefect_tune.core.journal_events import (
+    AttemptStarted,
+    Entry,
+    Event,
+    ExperimentConfigured,
+    Owner,
+    StepReported,
+    TrialAdded,
+)
 from prefect_tune.core.storage.layout import TrialKey
-from prefect_tune.core.values import WriteStamp
+from prefect_tune.core.values import StepReport, WriteStamp
 from prefect_tune.executors.launchers import DeploymentLauncher
 from prefect_tune.journal_access import read_experiment_to_resume
 from prefect_tune.parameters.argument_checks import make_trainable_fingerprint
@@ -170,6 +178,24 @@ def test_a_search_is_no_training(spec: TrialSpec) -> None:
 
 
 # ---------------------------------------------------------------------------------------- complete trials
+
+
+def test_the_reports_of_a_lost_attempt_are_replaced_by_those_of_the_next(
+    spec: TrialSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_entry(attempt: int, start: int, *losses: float) -> Entry:
+        started = AttemptStarted(trial="t", attempt=attempt, from_step=start, from_sequence=None, at="")
+        reports = [StepReport(step=step, metrics={"loss": loss}) for step, loss in enumerate(losses, start + 1)]
+        events = (started, *(StepReported(trial="t", report=report) for report in reports))
+        return Entry.model_construct(number=attempt, events=events)
+
+    entries = [make_entry(1, 0, 1.0, 1.0)]
+    monkeypatch.setattr("prefect_tune.attempt.attempt.read_entries", lambda _store, _key, after: entries[after:])
+    reader, trial = ReportReader(spec.target, spec.trial.journal_key), Trial(id="t", config={}, step=2, attempt=1)
+    assert [report.metrics["loss"] for report in reader.read_reports(trial)] == [1.0, 1.0]
+    entries.append(make_entry(2, 1, 2.0))
+    later = trial.model_copy(update={"attempt": 2})
+    assert [report.metrics["loss"] for report in reader.read_reports(later)] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])

@@ -23,13 +23,7 @@ from prefect_tune.core.journal_events import (
 )
 from prefect_tune.core.prefect_events import truncate_json
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
-from prefect_tune.maintenance import (
-    DamageFinding,
-    ExperimentMaintenance,
-    MaintenanceReport,
-    SkippedWork,
-    format_report,
-)
+from prefect_tune.maintenance import DamageFinding, ExperimentMaintenance, MaintenanceReport, SkippedWork, format_report
 from prefect_tune.suspension import format_form_description
 from prefect_tune.tuner import run_search, run_training
 from tests.fakes.outcomes import make_failure

@@ -17,7 +17,7 @@ from prefect_tune.attempt.trial_spec import AttemptRequest, TrialSpec
 from prefect_tune.blocks import LocalTarget
 from prefect_tune.clock import new_write_stamp
 from prefect_tune.core.errors import DeadlineExceeded, StoreUnavailable, Superseded
-from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, newest_checkpoint
+from prefect_tune.core.experiment.trial_transitions import ENDED_PHASES, Phase, Trial, newest_checkpoint
 from prefect_tune.core.journal.journal import append_as_non_owner
 from prefect_tune.core.journal_events import (
     AttemptEnded,
@@ -28,10 +28,12 @@ from prefect_tune.core.journal_events import (
     CheckpointCommitted,
     CheckpointQuarantined,
     Event,
+    FinishKind,
     OwnerChanged,
     PostReceived,
     SlotFreed,
     StepReported,
+    StopRequested,
     TrialFinished,
 )
 from prefect_tune.core.messages.process_messages import ContinueTraining, StopTrial
@@ -45,8 +47,10 @@ from prefect_tune.journal_access import (
     acquire_and_adopt_with_retries,
     make_process_owner,
     read_experiment,
+    write_entry_directly,
 )
 from prefect_tune.stores.posix_store import PosixStore
+from prefect_tune.tuner.search_policy import SearchPolicy
 from tests.fakes.checkpoints import commit_files, write_files
 from tests.fakes.searches import planned_search
 from tests.fakes.searches.instant_executor import InstantExecutor
@@ -349,6 +353,47 @@ def test_an_end_writes_the_snapshot_that_was_lacking(target: LocalTarget, monkey
     write_snapshot.assert_called_once_with(state)
 
 
+class _BatchExecutor(UnreliableExecutor):
+    """Sends all its messages at once."""
+
+    def poll_messages(self, timeout: timedelta) -> list[Message]:
+        del timeout
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    def stop_all(self) -> None:
+        """Stop nothing: every attempt has ended."""
+
+
+def test_a_search_that_fails_waits_for_no_attempt_whose_exit_it_has_received(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefect_tune.tuner.decisions.FailureHandler.on_attempt_failed", Mock(side_effect=KeyError))
+    executor = _BatchExecutor(failures={f"0000{number}": (Cause.TRAINABLE, 1) for number in range(3)})
+    with pytest.raises(KeyError):
+        PlannedSearch(target, executor=executor).run(num_samples=3)
+    assert len(executor) == 0
+
+
+def test_a_scheduler_that_fails_at_each_end_loses_no_report_of_the_other_trials(
+    target: LocalTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SearchPolicy.record
+
+    def fail_at_end(policy: SearchPolicy, trial: Trial, event: object) -> None:
+        record(policy, trial, event)
+        if trial.phase is Phase.FINISHED:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(SearchPolicy, "record", fail_at_end)
+    executor = UnreliableExecutor()
+    with pytest.raises(ZeroDivisionError):
+        PlannedSearch(target, executor=executor).run(num_samples=3)
+    assert {trial.step for trial in read_experiment(target, KEY).trials.values()} == {STEPS}
+    assert len(executor) == 0
+
+
 @pytest.mark.parametrize("seed", long_after(1, [4, 3, 0, 1, 2]))
 def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(seed: int, tmp_path: Path) -> None:
     """Its open pause is carried out, and the scheduler names it for a promotion, while the same slots are filled."""
@@ -358,6 +403,16 @@ def test_no_trial_gets_a_second_slot_after_a_pause_that_an_interrupt_cut_off(see
         search = PlannedSearch(target, slots=4, executor=executor)
         search.run(_interrupt_after(poll), **options)
         assert all(trial.phase in ENDED_PHASES for trial in search.run(**options).trials.values())
+
+
+def test_a_paused_trial_whose_stop_a_killed_search_has_journaled_is_stopped(target: LocalTarget) -> None:
+    options: dict[str, Any] = {"scheduler": ASHA(STEPS, variant="promotion", reduction_factor=2), "num_samples": 4}
+    search = PlannedSearch(target, slots=1)
+    state = search.run(_interrupt_after(7), **options)
+    (paused,) = [trial for trial in state.trials.values() if trial.phase is Phase.PAUSED]
+    write_entry_directly(target, state, [StopRequested(trial=paused.id, reason="enough")])
+    stopped = search.run(**options).trial(paused.id)
+    assert (stopped.finish_kind, stopped.attempt) == (FinishKind.STOPPED, paused.attempt)
 
 
 def _interrupt_after(polls: int) -> Callable[[], bool]:

@@ -352,8 +352,7 @@ class _Supervisor:
         if self._leading_outcome is not None:
             self._log.warning("a rank failed after the end of the trial: %s", first_line(failure.reason))
             return
-        timeout = _ROOT_CAUSE_TIMEOUT * self._group.node_count
-        self._end_deadline = self._end_deadline or Deadline.after(timeout)
+        self._end_deadline = self._end_deadline or Deadline.after(_ROOT_CAUSE_TIMEOUT * self._group.node_count)
         self._failures.append((failure_order, failure, rank))
 
     def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
@@ -375,8 +374,8 @@ class _Supervisor:
         causes = (how for rank, how in ends.items() if rank in candidates and how != _RETURNED_REASON)
         cause = next(causes, None) if has_failed else None
         hows = [ends[rank] for rank in sorted(ends)]
-        ranks_in_order = sorted(ends, key=lambda rank: (ends[rank] != cause, hows.index(ends[rank]), rank))
-        groups = groupby(ranks_in_order, key=ends.__getitem__)
+        sorted_ranks = sorted(ends, key=lambda rank: (ends[rank] != cause, hows.index(ends[rank]), rank))
+        groups = groupby(sorted_ranks, key=ends.__getitem__)  # equal ends are listed together
         return [RankEnd(ranks=tuple(ranks), how=how, is_cause=how == cause) for how, ranks in groups]
 
     # ------------------------------------------------------------------------------------ what ends the attempt

@@ -135,8 +135,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         numpy_state, torch = [name, np.asarray(keys).tolist(), *rest], sys.modules.get("torch")
         torch_state = torch.get_rng_state().tolist() if torch else None
         random_state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch_state}
-        position = {"epochs": self._epochs, "random": random_state}
-        Path(directory, _POSITION_FILE).write_text(json.dumps(position))
+        Path(directory, _POSITION_FILE).write_text(json.dumps({"epochs": self._epochs, "random": random_state}))
 
 
 def _move_path(callback: object, kind: type, attribute: str) -> None:

@@ -68,8 +68,7 @@ def require_api() -> None:
 
 def _wrong_setting_message(error: BaseException) -> str | None:
     """Return a message that names the wrong setting; None if the `error` of a basic request has another cause."""
-    api = get_current_settings().api
-    address = f"PREFECT_API_URL={api.url}"
+    address = f"PREFECT_API_URL={get_current_settings().api.url}"
     expected = "Expected the address of a Prefect API, which ends with /api, as in http://127.0.0.1:4200/api"
     cause: BaseException | None = error
     while cause is not None:

@@ -503,9 +503,8 @@ class TrialSession:
         with self._send_lock:
             if not self._is_end_sent:
                 self._is_end_sent = True
-                after_end = message.raised and self._stop_error is not None
-                update = {"seconds": self.get_phase_seconds(), "raised_after_end": after_end}
-                self.connection.send(message.model_copy(update=update))
+                after_end, seconds = message.raised and self._stop_error is not None, self.get_phase_seconds()
+                self.connection.send(message.model_copy(update={"seconds": seconds, "raised_after_end": after_end}))
         if self._return_timer is not None:
             self._return_timer.cancel()
 

@@ -158,14 +158,13 @@ class Driver:
 
     def _write_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
         """Journal the events that attempts submitted before the loop failed; a failed write raises in the attempts."""
-        unhandled = [message for message in self._messages if isinstance(message, EventsSubmitted)]
-        for message in self._messages:
+        unhandled, self._messages = self._messages, deque()
+        for message in (*unhandled, *submitted):
             if isinstance(message, AttemptExited):
                 self._executor.remove_attempt(message.trial)
-        self._messages.clear()
-        for events in (*unhandled, *submitted):
-            with suppress(Exception):  # such as an error of the scheduler; the attempt gets it too
-                self._pending_entry.add_submitted(events)
+            elif isinstance(message, EventsSubmitted):
+                with suppress(Exception):  # such as an error of the scheduler; the attempt gets it too
+                    self._pending_entry.add_submitted(message)
         with suppress(TuneError):
             if self._pending_entry.has_unfinished_work:
                 self._pending_entry.write(may_defer=False)
@@ -445,7 +444,6 @@ class Driver:
             self._add_event(SlotFreed(trial=trial_id, attempt=number, since=since, seconds=seconds))
         self._close_outbox(trial_id)
         trial = self._experiment.trial(trial_id)
-        has_begun = trial.attempt > previous_number
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
         elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
@@ -456,7 +454,7 @@ class Driver:
             self._failure_handler.give_up(trial.id, Cause.TRAINABLE, make_reason("raised", text=str(error)))
         elif trial.id in self._experiment.pending_stops:
             self._stop_handler.finish_trial(trial.id)
-        elif (cause := trial.retry_cause) is not None and has_begun:
+        elif (cause := trial.retry_cause) is not None and trial.attempt > previous_number:
             self._failure_handler.on_attempt_failed(trial, cause, error)
         elif trial.phase is Phase.PENDING and self._stop_handler.is_stopping:
             self._ready_queue.append(trial.id)  # the attempt was stopped before it began
@@ -465,8 +463,7 @@ class Driver:
         else:
             self._resume_unless_scheduler_paused(trial)
         trial = self._experiment.trial(trial_id)
-        was_reattached = trial_id in self._reattached
-        if was_reattached and trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
+        if trial.phase is Phase.FINISHED and trial_id in self._reattached and not self._limits.stays_finished(trial):
             self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
             self._ready_queue.append(trial_id)
 

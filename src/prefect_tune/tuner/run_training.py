@@ -147,8 +147,7 @@ def observing_run(
     """
     target, log, recorder = spec.target, get_run_logger(), SearchRecorder(state)
     search_log = SearchLog(recorder, extent.objective, target.uri, log)
-    address = ExperimentAddress(target.uri, extent.experiment)
-    emitter = EventEmitter(address, extent.objective, recorder, log)
+    emitter = EventEmitter(ExperimentAddress(target.uri, extent.experiment), extent.objective, recorder, log)
     in_terminal = spec.isolation == "process"  # with threads, a debugger may use the terminal
     with (
         publishing_report(ReportObserver(target, recorder, extent, log), stop) as reporter,

@@ -30,11 +30,7 @@ def s3_error(code: str, message: str) -> bytes:
 
 @contextmanager
 def canned_server(
-    status: int,
-    body: bytes = b"",
-    headers: Mapping[str, str] | None = None,
-    *,
-    tls: ssl.SSLContext | None = None,
+    status: int, body: bytes = b"", headers: Mapping[str, str] | None = None, *, tls: ssl.SSLContext | None = None
 ) -> Iterator[CannedServer]:
     """Yield a server that answers every request the same, until the answer is changed."""
     canned = CannedServer(status, body, headers or {})

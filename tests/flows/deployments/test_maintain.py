@@ -22,13 +22,7 @@ from prefect_tune import maintenance
 from prefect_tune.core.journal_events import ExperimentConfigured
 from prefect_tune.core.storage.layout import JournalKey, TrialKey
 from prefect_tune.flows.maintain import maintain
-from prefect_tune.maintenance import (
-    DamageFinding,
-    ExperimentMaintenance,
-    MaintenanceReport,
-    SkippedWork,
-    format_report,
-)
+from prefect_tune.maintenance import DamageFinding, ExperimentMaintenance, MaintenanceReport, SkippedWork, format_report
 from prefect_tune.stores.posix_store import PosixStore
 from prefect_tune.tasks.maintenance import quarantine_checkpoints
 from tests.core.small_search import SmallSearch, load_trial

@@ -78,9 +78,7 @@ def test_a_save_in_which_no_rank_knows_of_the_others_is_refused(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_checkpoint(
-    checkpoint: Path,
-) -> None:
+def test_one_process_saves_two_files_and_loads_them_from_a_directory_and_from_a_checkpoint(checkpoint: Path) -> None:
     assert sorted(path.name for path in checkpoint.iterdir()) == ["checkpoint.json", "shard-0.bin"]
     assert to_plain(load_state(checkpoint)) == to_plain(make_state())
     assert to_plain(load_state(pt.Checkpoint.from_directory(checkpoint))) == to_plain(make_state())

@@ -52,7 +52,7 @@ def test_after_a_death_the_state_of_each_rank_is_that_of_two_ranks_of_one_machin
     else:
         for node in range(2):
             cluster.start(node, config=config, silence=5, **_make_options(case))
-        wait_until(cluster.list_manifests, seconds=300, kind=lambda: "the first checkpoint")
+        wait_until(cluster.list_manifests, seconds=300, what=lambda: "the first checkpoint")
         cluster.kill_node(cluster.nodes[int(number)])
         cluster.wait()
         if victim == "node 0":
