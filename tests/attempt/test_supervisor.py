@@ -289,7 +289,7 @@ def test_the_clock_of_silence_starts_again_when_a_save_has_failed(
     monkeypatch.setattr(attempt_supervisor, "PartCollector", lambda size: PartCollector(size, late))
     monkeypatch.setattr(attempt_supervisor, "_RANK_EXIT_TIMEOUT", timedelta(0))
     done = TrainingEnded(outcome=DONE)
-    first, messages = FakeChannel([]), [LOADED, make_step(1, saves=True)]
+    first, messages = FakeChannel([]), list[FromTrial]([LOADED, make_step(1, saves=True)])
 
     def receive(timeout: timedelta) -> FromTrial | None:
         del timeout
