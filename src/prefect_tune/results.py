@@ -369,8 +369,7 @@ class Results:
         saved = {current.id: rank_checkpoints(current.checkpoints, objective) for current in self._reload_trials(trial)}
         losses = ((name, compute_losses(refs[0].metrics, objective)) for name, refs in saved.items() if refs)
         for name, _ in sort_by_losses(losses)[:1]:
-            folder = self.experiment.trial_key(name)
-            return self.target.checkpoint(folder.checkpoint_key(saved[name][0]))
+            return self.target.checkpoint(self.experiment.trial_key(name).checkpoint_key(saved[name][0]))
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
@@ -518,8 +517,7 @@ def export_checkpoint(
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken_names = {path.partition("/")[0] for path in paths}
         if trial.last_clone_sequence is not None:  # an exploit has changed the configuration
-            entries = read_entries(store, experiment.key)
-            config = find_checkpoint_config(entries, trial.id, ref.sequence)
+            config = find_checkpoint_config(read_entries(store, experiment.key), trial.id, ref.sequence)
     names: dict[str, str] = {}
     for name in (_CONFIG_FILE, _METRICS_FILE):
         candidates = chain((name, f"trial-{name}"), (f"trial-{number}-{name}" for number in count(2)))

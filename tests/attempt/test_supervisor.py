@@ -569,3 +569,11 @@ def test_the_time_for_the_metrics_of_all_ranks_begins_when_all_have_loaded(
     second = FakeChannel([*[0.001] * 120, LOADED, reported, TrainingEnded(outcome=DONE)])
     assert supervise_group(make_group(first, second), patient_spec) == DONE
     assert first.sent == [MeanMetrics(step=1, metrics={"loss": 1.0})]
+
+
+def test_a_trial_that_is_complete_when_its_attempt_begins_does_not_fail_because_a_rank_trains(
+    patient_spec: TrialSpec,
+) -> None:
+    first = FakeChannel([LOADED, *[0.01] * 3, TrainingEnded(outcome=DONE)])
+    second = FakeChannel([LOADED, RankMetrics(step=5, metrics={"loss": 1.0})])
+    assert supervise_group(make_group(first, second), patient_spec) == DONE

@@ -110,5 +110,5 @@ def test_its_parameters_hold_no_secret_and_make_an_equal_one() -> None:
     path = SyncConfig(upload_dir=LocalTarget(path="/artifacts"))
     assert SyncConfig.model_validate(path.parameters()).upload_dir == path.upload_dir.uri
     secret = SyncConfig(upload_dir=S3Target(bucket="bucket", access_key_id="id", secret_access_key=SecretStr("hidden")))
-    with pytest.raises(InvalidInput, match="save the block"):
+    with pytest.raises(InvalidInput, match="Save the block"):
         secret.parameters()

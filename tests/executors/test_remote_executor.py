@@ -627,14 +627,18 @@ def test_one_that_was_to_exploit_another_and_got_no_answer_leaves_for_it(
     assert attempt.read_answer(2) == StopTrial(outcome=TrialPaused(trial=TRIAL, reason="better"), save=False)
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
 def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_today(
-    target: LocalTarget, attempt: FarAttempt
+    has_begun: bool, target: LocalTarget, attempt: FarAttempt
 ) -> None:
-    FarSearch(target).simulate(nothing, attempt.start, lambda: attempt.save(1), nothing)
+    FarSearch(target).simulate(nothing, *([attempt.start, lambda: attempt.save(1)] if has_begun else []), nothing)
     limits = make_limits(2, stays_finished=lambda trial: trial.step >= 4)
     resumed = FarSearch(target, limits=limits)
 
     def end_attempt() -> None:
+        if not has_begun:
+            attempt.start()
+            attempt.save(1)
         attempt.save(2)
         attempt.post(TrialFinished(trial=TRIAL, reason="2 steps are done"))
         resumed.machines.end(TRIAL)

@@ -81,7 +81,8 @@ def test_a_search_whose_trials_clone_each_other_runs_since_one_process_writes_it
     tmp_path: Path, target: FsspecTarget
 ) -> None:
     scheduler = pt.PBT(1, {"x": pt.uniform(0, 1)}, quantile_fraction=0.5, resample_probability=1)
-    results = run_search(tmp_path, target=target, scheduler=scheduler, space={"x": pt.grid_search([1.0, 100.0])})
+    options = {"space": {"x": pt.grid_search([1.0, 100.0])}, "max_concurrent_trials": 1}  # so that trials take turns
+    results = run_search(tmp_path, target=target, scheduler=scheduler, **options)
     assert statuses(results) == ["completed", "completed"]
     exploited = read_experiment_to_resume(target, "e").trial("00001")
     assert exploited.config["x"] <= 1

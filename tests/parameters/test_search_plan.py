@@ -233,8 +233,8 @@ def test_a_word_says_whether_the_experiment_has_to_be_there_and_what_of_it_goes_
     [
         ("PROMPT", "a flow cannot prompt"),
         ("AUTO+RESTART_ERRORED", "never restarts from step 0"),
-        ("always", "expected True, False, or one of 'auto'"),
-        ("", "expected True, False, or one of 'auto'"),
+        ("always", "expected True, False, 'auto'"),
+        ("", "expected True, False, 'auto'"),
         ("must+never", "'must' and 'never' contradict each other"),
         (3, "expected 'auto', 'must' or 'never', found 3"),
     ],

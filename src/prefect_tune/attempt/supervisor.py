@@ -18,8 +18,8 @@ The attempt ends for the first of these reasons (`_check_outcome`). The right co
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
     2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
     3  rank 0 has finished, but another rank waits in a later step               TRAINABLE
-    4  rank 0 or the parent has ended; if it has trained, others have 20 s       (the outcome of rank 0 or the parent)
-       or a rank has failed; the root cause has 1 s to arrive                    that of the root cause
+    4  rank 0 or the parent has ended, and all others, or 20 s later             (the outcome of rank 0 or the parent)
+       or a rank has failed, and the root cause had 1 s per node to arrive       that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
     6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
@@ -77,7 +77,7 @@ _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 _DIED, _FAILED, _ENDED_EARLY = range(3)
 """The kinds of failure, the likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`. A crash
 makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks after one
-has failed, so among its ranks, the first failure counts, or the crash of a rank that it cannot have killed."""
+has failed. So the loss of one of its ranks counts as `_FAILED`, unless the rank exited by itself before."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended, and rank 0 after the parent process has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
@@ -124,7 +124,7 @@ class _Supervisor:
         self._rank_end_reasons: dict[int, AnyReason] = {}
         """How each rank ended, if known; journaled for display, and used for no decision."""
         self._returned_ranks: set[int] = set()
-        """The ranks that have returned; cleared once the log warns that some returned before rank 0's last step."""
+        """The ranks that have returned; cleared when the log warns that rank 0 reported a step after they returned."""
         self._step_count = 0  # of the steps that rank 0 has reported in this attempt
         self._submitted_save_count = self._failed_save_count = 0  # counted by this thread
         self._committed_save_count = 0  # counted by the commit worker's thread
@@ -136,7 +136,7 @@ class _Supervisor:
         self._join_deadline: Deadline | None = None
         """The time limit of the ranks of a launcher; None until the first of them has joined."""
         self._silent_since: float | None = None
-        """When the last message, commit or answer came. None while a rank still loads, since loading may take long."""
+        """When the last message, commit or answer came. None until all processes opened by this attempt are loaded."""
         self._awaits_decision = False
         self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
         self._grace_deadline: Deadline | None = None
@@ -223,7 +223,7 @@ class _Supervisor:
         self._saves, self._metrics = PartCollector(self._group.world_size), MetricsCollector(self._group.world_size)
 
     def _on_step(self, done: StepDone) -> None:
-        """Queue a report and its checkpoint; flush the journal at once if the report is how a decision is requested."""
+        """Queue a report and its checkpoint; flush at once if the report tells the search that a decision is needed."""
         if done.is_reported:
             self._add_rank_0_part(done)
             return
@@ -382,25 +382,26 @@ class _Supervisor:
 
     def _check_outcome(self) -> Outcome | None:
         """Return the outcome if the attempt ends now; else None. The module's docstring lists the checks in order."""
-        is_users_fault = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
-        if is_users_fault and not self._failures:  # a failed process may itself have deleted the files
+        is_trainable_error = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
+        if is_trainable_error and not self._failures:  # a failed process may itself have deleted the files
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
-        if error is not None and not is_users_fault:
+        if error is not None and not is_trainable_error:
             text = f"{type(error).__name__}: {error}"
             return self._make_attempt_ended(Cause.MACHINE, make_reason("write-failed", error=text))
-        if isinstance(self._leading_outcome, TrialFinished) and (reason := self._metrics.surplus_reason()) is not None:
+        has_finished = isinstance(self._leading_outcome, TrialFinished) and self._step_count > 0
+        if has_finished and (reason := self._metrics.surplus_reason()) is not None:
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if self._end_deadline is not None:
             return self._check_end_deadline(self._end_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _RANK_EXIT_TIMEOUT.total_seconds()
             return self._make_attempt_ended(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
-        if (failure := self._check_saves() or self._check_joins() or self._check_metrics()) is not None:
+        if (failure := self._handle_failed_saves() or self._check_joins() or self._check_metrics()) is not None:
             return failure
         if self._failures:  # a failure was added just now: wait for the root cause
             return None
         if self._channel.run_stop.is_set():
-            return self._enforce_stop()
+            return self._carry_out_stop()
         if self._silent_since is None or self._has_pending_saves or self._awaits_decision:
             return None  # silence is expected: while loading, during an upload (it has its own timeout), or a decision
         elapsed, timeout = timedelta(seconds=time.monotonic() - self._silent_since), self._spec.silence_timeout
@@ -419,7 +420,7 @@ class _Supervisor:
             self._rank_end_reasons |= dict.fromkeys(training, make_reason("rank-outlived", seconds=seconds))
         return self._leading_outcome or min(self._failures, key=itemgetter(0))[1]
 
-    def _check_saves(self) -> Outcome | None:
+    def _handle_failed_saves(self) -> Outcome | None:
         """Fail an overdue checkpoint; return the outcome if this failure ends the attempt, and None otherwise."""
         if (reason := self._saves.ended_rank_reason(self._ended_ranks)) is not None:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
@@ -465,7 +466,7 @@ class _Supervisor:
         self._rank_end_reasons |= dict.fromkeys(self._metrics.missing_ranks, make_reason("rank-without-report"))
         return self._make_attempt_ended(Cause.MACHINE, reason)
 
-    def _enforce_stop(self) -> Outcome | None:
+    def _carry_out_stop(self) -> Outcome | None:
         """Ask the trial once to save and end; return the failure after the grace period or a second interrupt."""
         if self._grace_deadline is None:
             self._grace_deadline = Deadline.after(self._spec.grace_period)
@@ -494,10 +495,10 @@ class PartCollector:
 
     def __init__(self, world_size: int, timeout: timedelta = PARTS_TIMEOUT) -> None:
         self.world_size = world_size
-        self._others = range(1, world_size)
+        self._other_ranks = range(1, world_size)
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
-        self._failed: set[int] = set()
+        self._failed_steps: set[int] = set()
         self._closed_step = -1  # no checkpoint begins at or before this step; begun ones still accept late parts
 
     def reopen_step(self, step: int) -> None:
@@ -516,7 +517,7 @@ class PartCollector:
         Raises:
             InvalidInput: the rank saved a checkpoint at a step without a checkpoint of rank 0.
         """
-        if part.step in self._failed:
+        if part.step in self._failed_steps:
             remove_directory(part.directory)
             return None
         if part.step <= self._closed_step and part.step not in self._pending:
@@ -539,21 +540,21 @@ class PartCollector:
     def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
         """Return a reason if ranks in `ended` did not add their parts of a checkpoint; None otherwise."""
         for step, pending in self._pending.items():
-            ranks = [rank for rank in self._others if rank not in pending.parts and rank in ended]
+            ranks = [rank for rank in self._other_ranks if rank not in pending.parts and rank in ended]
             if pending.done is not None and ranks:
                 return make_reason("ranks-left-save", ranks=ranks, step=step)
         return None
 
     def fail_overdue_save(self) -> FailedSave | None:
-        """Delete the files of one checkpoint whose deadline has passed, and return it; None if none is overdue."""
+        """Return one checkpoint whose deadline has passed, after its files are deleted; None if none is overdue."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
                 continue
             del self._pending[step]
-            self._failed.add(step)
+            self._failed_steps.add(step)
             for directory in (*(part.directory for part in pending.parts.values()), pending.done.checkpoint):
                 remove_directory(directory)
-            missing = [rank for rank in self._others if rank not in pending.parts]
+            missing = [rank for rank in self._other_ranks if rank not in pending.parts]
             reason = make_reason("part-late", ranks=missing, seconds=self._timeout.total_seconds())
             return FailedSave(pending.done, reason, missing)
         return None
@@ -563,7 +564,7 @@ class PartCollector:
 
     def _pop_if_complete(self, step: int) -> GroupSave | None:
         pending = self._pending[step]
-        if pending.done is None or not pending.parts.keys() >= set(self._others):
+        if pending.done is None or not pending.parts.keys() >= set(self._other_ranks):
             return None
         del self._pending[step]
         parts = sorted(pending.parts.items())

@@ -58,7 +58,7 @@ RETRY_KEEPS_CONFIGURATION = (
 )
 
 
-def require_same_search(state: Experiment, settings: Mapping[str, object]) -> None:
+def require_compatible_settings(state: Experiment, settings: Mapping[str, object]) -> None:
     """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:

@@ -130,7 +130,7 @@ def _build_path(
         action = compute_stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
-            number = _get_call_number(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
+            number = _assign_call_number(run.id, f"{path.caller}/{prefix}-{action}") if action else call.dynamic_key
             path = CallPath(f"{prefix}-{action}:{number}", prefix, path.caller)
         elif task is not None and task.task_run.id == caller:
             path = _build_task_path(run, task.task_run, _digest_task_arguments(task), action, parent, execution)
@@ -163,12 +163,12 @@ def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, p
     """Return the path of a call that a task makes. Numbers distinguish equal calls of equal tasks of `execution`."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
-    task_number = _get_call_number(task.id, f"{execution}/{prefix}-{action}")
-    number = _get_call_number(run.id, f"{execution}/{task.id}@{task.run_count}/{prefix}-{action}")
+    task_number = _assign_call_number(task.id, f"{execution}/{prefix}-{action}")
+    number = _assign_call_number(run.id, f"{execution}/{task.id}@{task.run_count}/{prefix}-{action}")
     return CallPath(f"{prefix}-{action}:{task_number}:{number}", prefix, (execution, task.id, task.run_count))
 
 
-def _get_call_number(run: UUID, caller: str) -> int:
+def _assign_call_number(run: UUID, caller: str) -> int:
     with _guard:
         runs = _runs_by_caller[caller]
         if run not in runs:

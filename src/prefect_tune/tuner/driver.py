@@ -134,7 +134,7 @@ class Driver:
             policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
         self._previous_attempt_numbers: dict[str, int] = {}  # by running trial: the number of the attempt before
-        self._reattached: set[str] = set()  # trials whose running attempt was started by an earlier owner
+        self._reattached_trials: set[str] = set()  # trials that an attempt of an earlier owner continued in this run
         self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot start by run's clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
@@ -216,7 +216,7 @@ class Driver:
             self._resume_unless_scheduler_paused(trial)
         if self._limits.plan.effective_rerun_errored == "only":
             return None
-        self._stop_unneeded_trials()
+        self._end_unneeded_trials()
         if (paused_id := self._policy.schedule.next_trial_to_resume()) is None:
             return None if self._policy.schedule.is_waiting() else self._propose_trial()
         return self._resume_trial(paused_id)
@@ -225,7 +225,7 @@ class Driver:
         """Return whether the trial has an attempt that runs, or whose start is requested after the next write."""
         return trial_id in self._slot_starts
 
-    def _stop_unneeded_trials(self) -> None:
+    def _end_unneeded_trials(self) -> None:
         schedule = self._policy.schedule
         while (stop := schedule.next_trial_to_stop()) is not None and not self._holds_slot(stop[0]):
             self._add_event(make_finish_event(*stop))
@@ -261,7 +261,7 @@ class Driver:
 
     def _resume_without_new_trials(self) -> str | None:
         self._policy.schedule.on_no_new_trial()
-        self._stop_unneeded_trials()
+        self._end_unneeded_trials()
         return self._resume_trial(self._policy.schedule.next_trial_to_resume())
 
     def _start_attempt(self, trial_id: str, *, reattaches: bool = False) -> None:
@@ -294,7 +294,7 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the exploited trial's newest checkpoint that leaves a step to train, or else one of `trial` itself.
+        """Clone the exploited trial's newest checkpoint that leaves a step to train, or if it has none, one of `trial`.
 
         The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
@@ -315,7 +315,7 @@ class Driver:
         if trial_id in self._experiment.pending_stops:
             self._stop_handler.send_stop(trial_id)
         if not trial.step:
-            return  # the trial has not reported yet, and an answer to step 0 would be an unsolicited answer
+            return  # the trial has not reported, so it waits for no answer; step 0 is the key of unsolicited answers
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(trial_id, last_report(trial))
@@ -352,7 +352,7 @@ class Driver:
         """Journal a post of an attempt on another machine; then delete the post and the checkpoints that it retires."""
         before = self._experiment.trial(trial_id)
         if before.outbox is None or number != before.last_post + 1:
-            return  # the post was received when the outbox was closed
+            return  # `_close_outbox` has read this post, or closed the outbox before this post
         try:
             self._pending_entry.add_events([PostReceived(trial=trial_id, post=number), *events])
         except IllegalTransition as impossible:
@@ -376,7 +376,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        The state after that write decides: if a non-owner has meanwhile quarantined a checkpoint, none was retired.
+        The written state decides, because a commit retires nothing if a non-owner's quarantine precedes its entry.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
@@ -463,7 +463,8 @@ class Driver:
         else:
             self._resume_unless_scheduler_paused(trial)
         trial = self._experiment.trial(trial_id)
-        if trial.phase is Phase.FINISHED and trial_id in self._reattached and not self._limits.stays_finished(trial):
+        is_finished = trial.phase is Phase.FINISHED
+        if is_finished and trial_id in self._reattached_trials and not self._limits.stays_finished(trial):
             self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
             self._ready_queue.append(trial_id)
 
@@ -482,7 +483,7 @@ class Driver:
         for trial_id in self._find_unfinished_trials():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
                 self._recover_trial(trial_id)
-        # A reattachment forces this write. So a stop is sent to the reattached attempt, and does not finish the trial.
+        # A reattachment forces this write, which adds the attempt to the executor, so that a stop can be sent to it.
         self._pending_entry.write(may_defer=True)
 
     def _add_unread_posts(self, trials: Sequence[Trial]) -> None:
@@ -523,7 +524,7 @@ class Driver:
     def _recover_trial(self, trial_id: str) -> None:
         """Prepare a trial for its next attempt.
 
-        - Its attempt runs on another machine, and outlived its search: reattach to it, without a free slot.
+        - Its attempt runs on another machine, and outlived its search: reattach to it, even if no slot is free.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
         - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
         - The trial is paused: make a decision that the earlier owner missed; then the trial may resume.
@@ -531,7 +532,7 @@ class Driver:
         trial = self._experiment.trial(trial_id)
         is_posting = trial.phase is Phase.RUNNING and trial.outbox is not None
         if is_posting and self._executor.attempts_outlive_search:
-            self._reattached.add(trial_id)
+            self._reattached_trials.add(trial_id)
             self._start_attempt(trial_id, reattaches=True)
             return
         self._end_attempt_if_lost(trial_id)
@@ -540,6 +541,7 @@ class Driver:
             self._stop_handler.finish_trial(trial_id)
             return
         if self._awaits_first_post(trial_id):
+            self._reattached_trials.add(trial_id)
             self._ready_queue.append(trial_id)
             return
         self._decision_handler.decide_missed_milestone(trial_id)

@@ -61,8 +61,8 @@ from prefect_tune.parameters.plan_checks import (
     SearchLimits,
     find_external_task_runner,
     make_trial_spec,
+    require_compatible_settings,
     require_presence,
-    require_same_search,
     require_single_writer,
     require_unchanged_code,
     require_valid_sync,
@@ -282,7 +282,7 @@ def _take_over_search(
     """
     plan, log = segment.plan, get_run_logger()
     # Check before the takeover, since a rejected run must not disturb the present owner.
-    require_same_search(state_before, with_journal_seed(state_before, plan).settings)
+    require_compatible_settings(state_before, with_journal_seed(state_before, plan).settings)
     if plan.on_code_change == "refuse":
         require_unchanged_code(state_before, plan)
     state = acquire_run_ownership(segment, state_before, slots.count)
@@ -290,7 +290,7 @@ def _take_over_search(
     current_plan, added_samples = plan_checks.with_added_samples(
         with_journal_seed(state, plan), state, lambda: current_call_path(plan.experiment).key
     )
-    require_same_search(state, settings_now := current_plan.settings)
+    require_compatible_settings(state, settings_now := current_plan.settings)
     settings = sign_settings(plan.target, state, with_journal_digest(state, settings_now))
     warn_of_space_change(state, current_plan, log)
     warn_of_too_few_samples(state, current_plan, log)

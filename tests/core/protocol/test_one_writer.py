@@ -47,7 +47,7 @@ def test_a_guest_is_refused_and_told_why_and_nothing_is_written(write: Act) -> N
     if write is _reinstate_newest:
         _quarantine_newest(scene)
     store = OneWriterStore.holding(scene.store.objects)
-    with pytest.raises(StoreRefused, match=r"experiment 'e'.*create-if-absent, found one without.*copy it to"):
+    with pytest.raises(StoreRefused, match=r"experiment 'e'.*create-if-absent, found one without.*copy its files to"):
         write(scene.with_store(store))
     assert store.objects == scene.store.objects
 

@@ -192,7 +192,7 @@ def test_what_another_model_wrote_is_not_taken_for_this_one() -> None:
 # ----------------------------------------------------------------------------------- kinds and versions
 
 KINDS = {
-    "prefect-tune/answer": 3,
+    "prefect-tune/answer": 4,
     "prefect-tune/callback": 1,
     "prefect-tune/checkpoint": 3,
     "prefect-tune/generation": 1,
@@ -403,7 +403,7 @@ def test_a_listing_that_keeps_naming_a_document_that_is_gone_ends_with_an_error(
             del after
             return [ListedObject(f"{prefix}/{3:010d}.json", 1)]
 
-    with pytest.raises(JournalCorrupt, match="a document that does not exist"):
+    with pytest.raises(JournalCorrupt, match="the newest listed document did not exist"):
         read_newest_document(StaleListing(), Entry, "folder", JournalCorrupt)
 
 

@@ -15,7 +15,7 @@ from prefect_tune.core.journal_events import Cause, DecisionMade, Event, Experim
 from prefect_tune.core.values import StepReport
 from prefect_tune.parameters.plan_checks import (
     RETRY_KEEPS_CONFIGURATION,
-    require_same_search,
+    require_compatible_settings,
     warn_of_constant_space,
     warn_of_errored_trials,
     warn_of_space_change,
@@ -91,10 +91,10 @@ def test_a_given_mode_that_is_the_default_changes_no_search() -> None:
     report = StepReport(step=1, metrics={"accuracy": 0.5})
     decision = DecisionMade(trial="00000", report=report, decision=pt.Continue())
     state = make_experiment(make_plan(metric="accuracy"), decision)
-    require_same_search(state, make_plan(metric="accuracy", mode="min").settings)
-    require_same_search(state, make_plan(metric=["accuracy"], mode=["min"]).settings)
+    require_compatible_settings(state, make_plan(metric="accuracy", mode="min").settings)
+    require_compatible_settings(state, make_plan(metric=["accuracy"], mode=["min"]).settings)
     with pytest.raises(pt.InvalidInput, match="begun with 'min', and this run passes 'max'"):
-        require_same_search(state, make_plan(metric="accuracy", mode="max").settings)
+        require_compatible_settings(state, make_plan(metric="accuracy", mode="max").settings)
 
 
 # ---------------------------------------------------------------------------------------------------- resuming

@@ -12,8 +12,8 @@ This works for any number of processes that do not know of each other, without l
   (`acquire_ownership`). Nothing renews ownership. An owner learns that it was replaced when its next entry is refused.
 - **Non-owners** (quarantine and retirement by another process) append only `NonOwnerEvent`, with `append_as_non_owner`;
   each entry names its kind of writer. An owner that finds such an entry applies it, and appends after it.
-- **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. If
-  the existing entry has the same write id (in `acquire_ownership`), or all its bytes, the create has succeeded.
+- **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. That
+  try succeeded if the entry has the same bytes, or (`acquire_ownership`) if the owner's first entry has its write id.
 - **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
   it, that entry 1 still exists: see `generations`.
 - **Order.** An entry is durable before its effect; replies to trials and deletions of bytes come after `append_events`.
@@ -271,8 +271,8 @@ def _apply_non_owner_entry(store: ObjectStore, experiment: Experiment, exists: A
 def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
     """Require that the first entry exists; if it does not, delete `created`, which is an entry or a post, and raise.
 
-    A deletion deletes the first entry before anything else. So if the first entry exists, no entry was missing when
-    `created` was written, and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
+    A deletion deletes the first entry before anything else. So if the first entry still exists, no deletion had begun
+    when `created` was written; and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
     """
     first = key.entry_path(1)
     try:
@@ -283,7 +283,7 @@ def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
         with suppress(StoreUnavailable, StoreRefused):  # if this fails, maintenance deletes it
             store.delete([created])
         raise
-    except StoreUnavailable as error:
+    except (StoreUnavailable, StoreRefused) as error:
         what = f"{created}: written, but it is unknown whether the experiment had been deleted before"
         raise CommitUnknown(f"{what}: {error}") from error
     if first != created:
@@ -413,7 +413,7 @@ def is_snapshot_due(experiment: Experiment, count_before: int) -> bool:
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
-    """Return whether 200 or more entries follow the last snapshot; never true for up to 1600 trials (one every 200)."""
+    """Return whether a resume would read 200 or more entries after the regular snapshot; False for <= 1600 trials."""
     return experiment.entry_count % compute_snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 

@@ -91,7 +91,7 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
     """Return the posts after number `after`, up to the first free number or the end; at most `MAX_POSTS_PER_READ`.
 
-    With this many posts, there may be more, since a detached attempt may have posted for days. Raises like `read_post`.
+    With this many posts, there may be more: an attempt may post for days without a search. Raises like `read_post`.
     """
     posts: list[Post] = []
     while len(posts) < MAX_POSTS_PER_READ:

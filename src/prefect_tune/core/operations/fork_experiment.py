@@ -167,8 +167,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
     """
     if into.is_complete:
         return ForkResult(into)
-    copied_keys = _copy_checkpoints(store, point, into)
-    lost = _select_lost_refs(point.experiment, copied_keys)
+    lost = _select_lost_refs(point.experiment, _copy_checkpoints(store, point, into))
     trials = {
         name: ForkedTrial(checkpoints=tuple(ref for ref in trial.checkpoints if ref not in lost.get(name, ())))
         for name, trial in point.experiment.trials.items()

@@ -40,16 +40,16 @@ class RungRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Rung:
-    """The trials that reached a step, and those paused there, best first, so a rank is found in logarithmic time."""
+    """The trials that reached a step, and those paused there, best first, so a place is found in logarithmic time."""
 
     step: int
-    reached: list[tuple[float, int]] = field(default_factory=list)  # (loss, arrival)
+    losses: list[tuple[float, int]] = field(default_factory=list)  # (loss, arrival) of each trial that reached it
     paused: list[RungRecord] = field(default_factory=list)
 
     def add_trial(self, trial: TrialId, loss: float) -> RungRecord:
         """Add a trial that reached the rung; it is not marked as paused."""
-        record = RungRecord(loss, len(self.reached), trial)
-        insort(self.reached, record[:2])
+        record = RungRecord(loss, len(self.losses), trial)
+        insort(self.losses, record[:2])
         return record
 
     def mark_paused(self, record: RungRecord) -> None:
@@ -61,23 +61,23 @@ class Rung:
 
     def count_better_trials(self, record: RungRecord) -> int:
         """Return the number of better trials at the rung."""
-        return bisect_left(self.reached, record[:2])
+        return bisect_left(self.losses, record[:2])
 
     def compute_promotion_quota(self, reduction_factor: float) -> int:
         """Return the number of trials to promote: 1 / `reduction_factor` of the trials that reached the rung."""
-        return int(len(self.reached) / reduction_factor)
+        return int(len(self.losses) / reduction_factor)
 
     def compute_cutoff_loss(self, reduction_factor: float) -> float | None:
         """Return the 1 / `reduction_factor` quantile of the rung's losses, interpolated; None for an empty rung."""
-        if not self.reached:
+        if not self.losses:
             return None
-        position = (len(self.reached) - 1) / reduction_factor
+        position = (len(self.losses) - 1) / reduction_factor
         below, share = int(position), position % 1
-        low, high = self.reached[below][0], self.reached[min(below + 1, len(self.reached) - 1)][0]
+        low, high = self.losses[below][0], self.losses[min(below + 1, len(self.losses) - 1)][0]
         return low + (high - low) * share
 
     def find_promotable_trial(self, reduction_factor: float) -> TrialId | None:
-        """Return the best paused trial if its rank is within the quota; otherwise None."""
+        """Return the best paused trial if its place is within the quota; otherwise None."""
         if self.paused and self.count_better_trials(self.paused[0]) < self.compute_promotion_quota(reduction_factor):
             return self.paused[0].trial
         return None
@@ -176,7 +176,7 @@ class StoppingSchedule(RungSchedule):
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
-        cutoff, judge_count = rung.compute_cutoff_loss(self._brackets.reduction_factor), len(rung.reached)
+        cutoff, judge_count = rung.compute_cutoff_loss(self._brackets.reduction_factor), len(rung.losses)
         rung.add_trial(trial, loss)
         if cutoff is None or loss <= cutoff:
             return Continue()
@@ -193,37 +193,37 @@ class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
     A trial that reaches a rung continues without a pause if a free slot would go to it. If no new trial is available,
-    all trials are paused or ended, and none was promoted from the last rung of a bracket, then the best paused trial of
-    the highest rung resumes: even a small search tries to train one trial to the end. Then the others are pruned.
+    all trials are paused or ended, and none was promoted from the last rung of a bracket, then the best trial of the
+    highest rung with paused trials resumes: so even a small search trains one trial to the end, if none fails.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
         super().__init__(brackets, objective)
         rungs = [rung for bracket in brackets.rungs for rung in bracket]
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
-        self._unpaused: set[TrialId] = set()  # the trials that are neither paused nor ended
+        self._active_trials: set[TrialId] = set()  # the trials that are neither paused nor ended
         self._lacks_new_trials = False
         self._has_promoted_to_end = False  # whether a trial has continued after its last rung
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)
-        self._unpaused.add(trial)
+        self._active_trials.add(trial)
         self._lacks_new_trials = False
 
     def next_trial_to_resume(self) -> TrialId | None:
         promotable = self._find_promotable_trial()
-        if promotable or self._has_promoted_to_end or self._unpaused or not self._lacks_new_trials:
+        if promotable or self._has_promoted_to_end or self._active_trials or not self._lacks_new_trials:
             return promotable
         return next((rung.paused[0].trial for rung in self._rungs_descending if rung.paused), None)
 
     def on_trial_resumed(self, trial: TrialId) -> None:
-        self._unpause_trial(trial)
+        self._clear_pause(trial)
         progress = self._progress[trial]
         self._has_promoted_to_end |= progress.rung_index == len(progress.rungs) - 1
-        self._unpaused.add(trial)
+        self._active_trials.add(trial)
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        if not self._unpaused and self._lacks_new_trials and self.next_trial_to_resume() is None:
+        if not self._active_trials and self._lacks_new_trials and self.next_trial_to_resume() is None:
             for rung in reversed(self._rungs_descending):
                 if rung.paused:
                     return rung.paused[-1].trial, Stop(reason=self._place_reason(rung, rung.paused[-1]))
@@ -233,16 +233,16 @@ class PromotionSchedule(RungSchedule):
         self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        self._unpause_trial(trial)
-        self._unpaused.discard(trial)
+        self._clear_pause(trial)
+        self._active_trials.discard(trial)
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
-        self._unpause_trial(trial)  # a trial that reports is not paused, even if the last decision was a pause
+        self._clear_pause(trial)  # a pause at an earlier rung: a trial that reports has gone on, whoever decided so
         rung = progress.rungs[progress.rung_index]
         record = rung.add_trial(trial, loss)
         progress.paused_at = (rung, record)
         rung.mark_paused(record)
-        self._unpaused.discard(trial)
+        self._active_trials.discard(trial)
         if self._find_promotable_trial() == trial:
             self.on_trial_resumed(trial)
             return Continue()
@@ -251,7 +251,7 @@ class PromotionSchedule(RungSchedule):
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
         return Pause(reason=self._place_reason(*progress.paused_at)) if progress.paused_at else Continue()
 
-    def _unpause_trial(self, trial: TrialId) -> None:
+    def _clear_pause(self, trial: TrialId) -> None:
         progress = self._progress[trial]
         if progress.paused_at:
             rung, record = progress.paused_at
@@ -269,7 +269,7 @@ class PromotionSchedule(RungSchedule):
             **make_metric_reason_arguments(record.loss, self._objective),
             step=rung.step,
             rank=rung.count_better_trials(record) + 1,
-            ranked=len(rung.reached),
+            ranked=len(rung.losses),
             quota=rung.compute_promotion_quota(self._brackets.reduction_factor),
         )
 
