@@ -470,10 +470,12 @@ def test_a_rank_that_is_dead_before_another_one_has_exited_was_not_ended_by_thei
                 [
                     FakeChannel([LOADED, make_step(1), TrainingEnded(outcome=RETURNED)]),
                     FakeChannel([*[0.01] * 9, make_raised("x")]),
+                    FakeChannel([0.01] * 4, KILLED),
                 ],
                 [
                     RankEnd(ranks=(1,), how=make_rank_end("x"), is_cause=True),
                     RankEnd(ranks=(0,), how=make_reason("returned")),
+                    RankEnd(ranks=(2,), how=make_reason("rank-died", signal="SIGKILL")),
                 ],
             ),
             (

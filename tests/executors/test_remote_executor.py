@@ -632,8 +632,14 @@ def test_one_that_ends_by_what_was_enough_before_goes_on_where_more_is_wanted_to
     has_begun: bool, target: LocalTarget, attempt: FarAttempt
 ) -> None:
     FarSearch(target).simulate(nothing, *([attempt.start, lambda: attempt.save(1)] if has_begun else []), nothing)
-    limits = make_limits(2, stays_finished=lambda trial: trial.step >= 4)
-    resumed = FarSearch(target, limits=limits)
+
+    def stays_finished(trial: Trial) -> bool:
+        assert read_experiment(target, first_generation("e")).trial(TRIAL).step == trial.step, (
+            "its reports are in the journal"
+        )
+        return trial.step >= 4
+
+    resumed = FarSearch(target, limits=make_limits(2, stays_finished=stays_finished))
 
     def end_attempt() -> None:
         if not has_begun:

@@ -22,6 +22,8 @@ from prefect_tune.core.experiment.trial_transitions import Phase, Trial
 from prefect_tune.core.journal.journal import acquire_ownership, append_events
 from prefect_tune.core.journal_events import (
     AttemptStarted,
+    CheckpointCloned,
+    CheckpointRef,
     Entry,
     Event,
     ExperimentConfigured,
@@ -197,6 +199,11 @@ def test_the_reports_of_a_lost_attempt_are_replaced_by_those_of_the_next(
     entries.append(make_entry(2, 1, 2.0))
     later = trial.model_copy(update={"attempt": 2})
     assert [report.metrics["loss"] for report in reader.read_reports(later)] == [1.0, 2.0]
+    clone = CheckpointRef(sequence=7, step=2, metrics={"loss": 3.0})
+    cloned = CheckpointCloned(trial="t", checkpoint=clone, source="other", config={}, reason="better")
+    entries.append(Entry.model_construct(number=3, events=(cloned,)))
+    exploited = later.model_copy(update={"last_clone_sequence": 7})
+    assert [report.metrics["loss"] for report in reader.read_reports(exploited)] == [3.0]
 
 
 @pytest.mark.parametrize("stopper", [Never(), MaxSteps(99), MaxSteps(99) | Plateau("loss")])

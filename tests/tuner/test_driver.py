@@ -390,7 +390,8 @@ def test_a_scheduler_that_fails_at_each_end_loses_no_report_of_the_other_trials(
     executor = UnreliableExecutor()
     with pytest.raises(ZeroDivisionError):
         PlannedSearch(target, executor=executor).run(num_samples=3)
-    assert {trial.step for trial in read_experiment(target, KEY).trials.values()} == {STEPS}
+    trials = read_experiment(target, KEY).trials.values()
+    assert [(trial.step, trial.phase) for trial in trials] == [(STEPS, Phase.FINISHED)] * 3
     assert len(executor) == 0
 
 

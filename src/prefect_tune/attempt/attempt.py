@@ -272,8 +272,9 @@ class ReportReader:
 
     def read_reports(self, trial: Trial) -> Sequence[StepReport]:
         """Return the reports of a trial up to its last journaled step."""
-        reports = self._curves.get_curve(trial.id)
-        if not reports or reports[-1].step < trial.step or self._curves.attempts.get(trial.id, 0) < trial.attempt:
+        reports, curves = self._curves.get_curve(trial.id), self._curves
+        last_read = curves.attempts.get(trial.id, 0), curves.clones.get(trial.id)
+        if not reports or reports[-1].step < trial.step or last_read != (trial.attempt, trial.last_clone_sequence):
             with self._target.open(timeout=timedelta(minutes=5)) as store:
                 for entry in read_entries(store, self._journal, self._last_entry_number):
                     self._curves.add_entry(entry)

@@ -136,7 +136,7 @@ class _Supervisor:
         self._join_deadline: Deadline | None = None
         """The time limit of the ranks of a launcher; None until the first of them has joined."""
         self._silent_since: float | None = None
-        """When the last message, commit or answer came. None until all processes opened by this attempt are loaded."""
+        """When the last message, commit, failed save or answer came; None until this attempt's processes are loaded."""
         self._awaits_decision = False
         self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
         self._grace_deadline: Deadline | None = None
@@ -319,6 +319,7 @@ class _Supervisor:
         failure = self._make_attempt_ended(cause, reason)
         if rank > 0 and isinstance(self._leading_outcome, TrialFinished) and not raised_after_end:
             self._leading_outcome = failure  # this rank failed in its last step, which rank 0 has completed
+            self._failures.append((_FAILED, failure, rank))
         else:
             self._add_failure(failure, _FAILED, rank)
 

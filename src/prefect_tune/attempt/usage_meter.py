@@ -289,5 +289,4 @@ def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> i
 
 def parse_visible_devices(visible: str) -> tuple[str, ...]:
     """Split CUDA_VISIBLE_DEVICES as CUDA does: an empty or negative entry hides all later entries."""
-    names = map(str.strip, visible.split(","))
-    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, visible.split(","))))

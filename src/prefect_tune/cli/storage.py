@@ -190,8 +190,7 @@ def _verify_and_release(
     if check.damage is None:
         is_kept = bool(reinstate_in_journal(store, state.key, [key], new_write_stamp()))
     else:
-        current = load_current_trial(store, state.trial_key(trial_name))
-        is_kept = is_quarantined_checkpoint(current, key)
+        is_kept = is_quarantined_checkpoint(load_current_trial(store, state.trial_key(trial_name)), key)
     if not is_kept:
         raise CheckpointNotFound(f"{key.folder}: the trial has retired this checkpoint, so it cannot be released")
     yield trial_name, check

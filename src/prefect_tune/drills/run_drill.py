@@ -209,8 +209,7 @@ class Drill:
         """
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
-        undisturbed_steps = killed.undisturbed_steps
-        early = [diff for diff in differences if diff.step <= undisturbed_steps]
+        early = [diff for diff in differences if diff.step <= killed.undisturbed_steps]
         # A value that one run lacks is no evidence, because that run may have had the value until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)

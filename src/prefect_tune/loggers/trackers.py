@@ -128,8 +128,7 @@ class MLflowLogger(Callback):
     def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
         """Yield the trial's run. After an error, the next call looks it up again, since it may be deleted."""
         if trial.id not in self._runs:
-            name = f"{self._search.experiment}/{self._search.generation}/{trial.id}"
-            tags = {**self._tags, _TRIAL_TAG: name}
+            tags = {**self._tags, _TRIAL_TAG: f"{self._search.experiment}/{self._search.generation}/{trial.id}"}
             self._runs[trial.id] = _MLflowRun(self._client, self._experiment_id, tags, trial)
         try:
             yield self._runs[trial.id]

@@ -78,8 +78,7 @@ class ArrowStore(ParallelStore):
         self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_removed_stale_files = False
         # For `rm_file`. Pyarrow would call `rm`, which takes "?" and "*" for patterns, and trusts old listings.
-        handler = getattr(filesystem, "handler", None)
-        self._fsspec = getattr(handler, "fs", None)
+        self._fsspec = getattr(getattr(filesystem, "handler", None), "fs", None)
 
     @property
     def has_conditional_create(self) -> bool:

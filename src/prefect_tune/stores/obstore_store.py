@@ -471,8 +471,7 @@ class ObstoreStore(ParallelStore):
 
 
 def _list_page(client: Client, *, folder: str = "", after: str = "", count: int = _PAGE_SIZE) -> Sequence[Any]:
-    stream = obstore.list(client, folder or None, offset=after or None, chunk_size=count)
-    return next(stream, ())
+    return next(obstore.list(client, folder or None, offset=after or None, chunk_size=count), ())
 
 
 class _ClientsByTimeout:

@@ -166,7 +166,7 @@ class Driver:
                 with suppress(Exception):  # such as an error of the scheduler; the attempt gets it too
                     self._pending_entry.add_submitted(message)
         with suppress(TuneError):
-            if self._pending_entry.has_unfinished_work:
+            if unhandled or submitted:
                 self._pending_entry.write(may_defer=False)
 
     def _run_loop(self, stop_source: StopSource) -> Experiment:
@@ -462,11 +462,13 @@ class Driver:
             self._failure_handler.retry_lost_attempt(trial.id, error)
         else:
             self._resume_unless_scheduler_paused(trial)
-        trial = self._experiment.trial(trial_id)
-        is_finished = trial.phase is Phase.FINISHED
-        if is_finished and trial_id in self._reattached_trials and not self._limits.stays_finished(trial):
-            self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
-            self._ready_queue.append(trial_id)
+        if trial_id in self._reattached_trials:
+            self._reattached_trials.remove(trial_id)
+            self._pending_entry.write(may_defer=False)  # `stays_finished` reads reports in the journal
+            trial = self._experiment.trial(trial_id)
+            if trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
+                self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
+                self._ready_queue.append(trial_id)
 
     def _resume_unless_scheduler_paused(self, trial: Trial) -> None:
         """Resume a paused trial if it exploits another trial, or if the scheduler did not pause it."""
@@ -477,11 +479,13 @@ class Driver:
     def _recover_trials(self) -> None:
         """Prepare the trials that an earlier owner left unfinished, so that they can continue."""
         errored = {trial.id for trial in self._experiment.trials.values() if trial.phase is Phase.ERRORED}
+        errored_or_stopped = errored | self._experiment.pending_stops.keys()
         # Read posts before requeuing, since a trial whose end was not read yet may have to be extended too.
         self._add_unread_posts(list(self._find_unfinished_trials().values()))
+        self._pending_entry.write(may_defer=False)  # `stays_finished` reads reports in the journal
         self._requeue_ended_trials()
         for trial_id in self._find_unfinished_trials():
-            if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored:
+            if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored_or_stopped:
                 self._recover_trial(trial_id)
         # A reattachment forces this write, which adds the attempt to the executor, so that a stop can be sent to it.
         self._pending_entry.write(may_defer=True)
@@ -527,7 +531,8 @@ class Driver:
         - Its attempt runs on another machine, and outlived its search: reattach to it, even if no slot is free.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
         - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
-        - The trial is paused: make a decision that the earlier owner missed; then the trial may resume.
+        - The trial is to be stopped, perhaps while it is paused: finish it.
+        - It is paused, but its scheduler did not pause it: resume it.
         """
         trial = self._experiment.trial(trial_id)
         is_posting = trial.phase is Phase.RUNNING and trial.outbox is not None

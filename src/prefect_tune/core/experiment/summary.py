@@ -82,8 +82,7 @@ def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tu
 
 def sort_by_losses(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
     """Return the pairs that have losses, best first; pairs with equal losses keep their order."""
-    comparable = [(item, losses) for item, losses in scores if losses is not None]
-    return sorted(comparable, key=lambda pair: pair[1])
+    return sorted([(item, losses) for item, losses in scores if losses is not None], key=lambda pair: pair[1])
 
 
 def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
@@ -163,6 +162,7 @@ class LearningCurves:
         self.report_count = 0
         """The number of reports added so far, including repeated steps."""
         self.attempts: dict[str, int] = {}  # by trial: the number of the last attempt that began
+        self.clones: dict[str, int] = {}  # by trial: the sequence of the last checkpoint that an exploit cloned
         for entry in entries:
             self.add_entry(entry)
 
@@ -178,7 +178,7 @@ class LearningCurves:
                 self.attempts[trial], reports = attempt, self._reports.get(trial, {})
                 self._reports[trial] = {step: report for step, report in reports.items() if step <= start}
             case CheckpointCloned(trial=trial, checkpoint=clone):
-                self._reports[trial] = {clone.step: clone.report}
+                self.clones[trial], self._reports[trial] = clone.sequence, {clone.step: clone.report}
             case StepReported(trial=trial, report=report):
                 self._reports.setdefault(trial, {})[report.step] = report
                 self.report_count += 1

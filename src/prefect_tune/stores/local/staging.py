@@ -286,8 +286,7 @@ def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
     """Return `manifest` with `metadata` as its last file, which is in no blob; omit a committed metadata file."""
     if metadata is None:
         return manifest
-    starts = range(0, len(metadata), CHUNK_BYTES)
-    parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in starts]
+    parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in range(0, len(metadata), CHUNK_BYTES)]
     chunks = tuple(ChunkRef(blob=0, offset=start, length=len(part), digest=hash_bytes(part)) for start, part in parts)
     last = FileRef(path=METADATA_FILE, size_bytes=len(metadata), chunks=chunks)
     files = (file for file in manifest.files if file.path != METADATA_FILE)
