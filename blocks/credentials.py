@@ -1,7 +1,7 @@
 """Optional fields for the credential blocks of prefect-aws, prefect-gcp and prefect-azure.
 
 The import of each of these packages takes seconds of CPU time, so a field stores only the names of its block types. The
-package is imported when the field gets a block, or when Prefect draws the target's form. If the package is not
+package is imported when the field gets a block, or when Prefect shows the target's form. If the package is not
 installed, the field rejects every block with an error that names the package.
 """
 
@@ -26,14 +26,14 @@ from prefect_tune.stores.open_location import S3Access, S3Keys, make_key_provide
 
 @dataclass(frozen=True)
 class LazyBlockTypes:
-    """Annotates a field that accepts None or a block of a type in `names`, imported from `package` when needed."""
+    """Annotates a field that accepts None or a block of a type in `names`; imports their `package` only when needed."""
 
     package: str
     names: tuple[str, ...]
 
     @cache  # noqa: B019  there are three instances
     def import_type(self) -> Any:
-        """Import the package and return the union of the types in `names`; None if it is not installed."""
+        """Import the package and return the union of the types in `names`; None if the package is not installed."""
         module = self.package.replace("-", "_")
         annotation: Any = None
         for name in self.names if find_spec(module) else ():
@@ -66,7 +66,7 @@ else:
 
 
 def import_lazy_block_types(model: type[Block]) -> None:
-    """Import the block types of the `model`'s fields, and set them as annotations of the fields, for Prefect."""
+    """Import the block types of the `model`'s fields, and annotate the fields with them, so that Prefect sees them."""
     for field in model.model_fields.values():
         for annotation in field.metadata:
             if isinstance(annotation, LazyBlockTypes):
@@ -93,7 +93,7 @@ def get_block_endpoint(block: Any) -> str | None:
 def make_static_key_provider(
     access_key_id: str, secret_access_key: str, session_token: str | None
 ) -> Callable[[], S3Keys]:
-    """Return a provider of exactly these keys. Given keys alone, obstore would add the environment's session token."""
+    """Return a provider of exactly these keys. To keys alone, obstore would add the environment's session token."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,

@@ -52,7 +52,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Resolve a target to read from; unlike `resolve_target`, accept read-only schemes, but no missing local folder."""
+    """Resolve a target to read from; unlike `resolve_target`, accept read-only schemes, and create no folder."""
     parsed = _parse_target(value, for_reading=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
@@ -73,7 +73,7 @@ def make_block_slug_pattern() -> str:
 
 
 def require_absolute_target(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
-    """Check that a target is the same location for each process, so not below a working directory or a home.
+    """Check that a target is the same location for each process, not a path below its working directory or its home.
 
     Raises:
         InvalidInput: `value` is a relative path, or starts with `~`.
@@ -124,7 +124,7 @@ def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
 def _parse_target(
     value: StorageTarget | str | os.PathLike[str], *, for_reading: bool = False
 ) -> StorageTarget | tuple[str, str]:
-    """Return the target, or a saved block's type and name; with `for_reading`, the target may be read-only."""
+    """Return the target, or a saved block's type and name; with `for_reading`, also accept a read-only target."""
     value = cast("StorageTarget | str | os.PathLike[str]", to_plain_scalar(value))
     if isinstance(value, StorageTarget | str) and not for_reading:
         _reject_read_only_scheme(value if isinstance(value, str) else value.uri)
@@ -153,7 +153,7 @@ def _parse_target(
 
 
 def _reject_read_only_scheme(uri: str) -> None:
-    """Reject a read-only scheme. The error leaves out the URI's text after `?`, which may be a signature."""
+    """Reject a read-only scheme. The error omits the URI's text after `?`, which may contain a signature."""
     scheme, _, rest = uri.partition("://")
     if scheme.lower() in _READ_ONLY_SCHEMES:
         host = urlsplit(uri).hostname or rest[:40]
@@ -193,14 +193,14 @@ def is_deployment_run() -> bool:
 
 
 def current_deployment_id() -> UUID | None:
-    """Return the deployment of the current flow run; None without a flow run, or if it has no deployment."""
+    """Return the id of the current flow run's deployment; None if there is no flow run, or if it has no deployment."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     return run.deployment_id if run is not None else None
 
 
 def _target_types_by_slug(base: type[StorageTarget] = StorageTarget) -> dict[str, type[StorageTarget]]:
-    """Return all target classes in this process by slug, including the user's own classes."""
+    """Return all target classes that this process has imported, by slug, including the user's own classes."""
     kinds: dict[str, type[StorageTarget]] = {}
     for kind in base.__subclasses__():
         if not inspect.isabstract(kind):

@@ -94,7 +94,7 @@ class StrictBlock(Block, ABC):
 
     @classmethod
     def __dispatch_key__(cls) -> str:
-        """Return the slug. Prefect would compute the schema to find it, and so import the fields' credential blocks."""
+        """Return the slug. Prefect's method would compute the schema, and so import the fields' credential blocks."""
         return cls.get_block_type_slug()
 
     @classmethod
@@ -135,7 +135,7 @@ class StrictBlock(Block, ABC):
         return isinstance(value, str) and not value and cls.model_fields[name].default is None
 
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
-        return list(BaseModel.__repr_args__(self))  # Prefect's method would compute the form to omit unknown fields
+        return list(BaseModel.__repr_args__(self))  # Prefect's own method would compute the whole schema
 
     @property
     def saved_name(self) -> str | None:
@@ -205,7 +205,7 @@ class StorageTarget(StrictBlock, ABC):
 
     @property
     def cli_argument(self) -> str:
-        """The argument of a shell command that names this target: `type/name` of a saved block, otherwise the URI."""
+        """The text that names this target in a shell command: `type/name` of a saved block, otherwise the URI."""
         return shlex.quote(f"{self.get_block_type_slug()}/{self.saved_name}" if self.saved_name else self.uri)
 
     @property

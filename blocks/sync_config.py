@@ -103,7 +103,7 @@ class SyncConfig(StrictBlock):
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _parse_upload_dir(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # a block from the server; pydantic would report one error per target type
+        if isinstance(value, Mapping):  # a block from the server; pydantic alone would report an error per target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)
@@ -176,7 +176,7 @@ class SyncConfig(StrictBlock):
     @property
     def excludes(self) -> tuple[str, ...]:
         """The patterns of files that are not uploaded: the user's patterns and the trial's internal files."""
-        from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS  # the flows import this module
+        from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS
 
         return (*self.artifact_excludes, *NON_ARTIFACT_PATTERNS)
 
@@ -187,7 +187,7 @@ class SyncConfig(StrictBlock):
     def validate_upload_dir(self) -> bool:
         """Return True if `upload_dir` is a valid target, without connecting to it.
 
-        If the user's syncer has a method `validate_upload_dir`, this method decides about a string.
+        If `upload_dir` is a string, and the user's syncer has a method of this name, the syncer's method decides.
 
         Raises:
             InvalidInput: `upload_dir` is not valid.

@@ -55,7 +55,7 @@ __all__ = ["AzureTarget", "FsspecTarget", "GcsTarget", "LocalTarget", "S3Target"
 class LocalTarget(StorageTarget):
     """A folder on this machine, or on a file system that every machine mounts at the same path.
 
-    The first use creates the folder. Its file system must support hard links, for atomic create-if-absent.
+    The first use creates the folder. The folder's file system must support hard links, for atomic create-if-absent.
 
     Example:
         ```python
@@ -123,14 +123,14 @@ class LocalTarget(StorageTarget):
 
 
 _LOCAL_SCHEMES = frozenset({"file", "local"})
-_IN_PROCESS_SCHEMES = frozenset({"memory"})  # in a child process, the objects would be lost with the child
+_IN_PROCESS_SCHEMES = frozenset({"memory"})  # opened in this process, since a child's memory ends with the child
 
 
 class FsspecTarget(StorageTarget):
     """Any URI that fsspec can open: hdfs (by pyarrow), sftp, ftp, webdav, smb, memory and more.
 
-    Its client runs in a child process, which is killed at the deadline. There is no atomic create-if-absent, so the
-    target supports only one runner: it rejects trials on other machines, and any second writer of a journal.
+    Except for `memory`, the client runs in a child process, which is killed at the deadline. There is no atomic
+    create-if-absent, so only one runner can use the target: trials on other machines and second writers are rejected.
 
     Example:
         ```python
@@ -176,7 +176,7 @@ class FsspecTarget(StorageTarget):
             raise ValueError(
                 f"expected an absolute path, like {scheme}:///folder: a relative path depends on the process"
             )
-        if scheme not in fsspec.available_protocols():  # fsspec lists schemes of missing packages too
+        if scheme not in fsspec.available_protocols():  # the list includes schemes of missing packages
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
@@ -228,8 +228,8 @@ def load_fsspec_class(scheme: str) -> Any:
 class S3Target(ObjectTarget):
     """A bucket of Amazon S3, MinIO, Ceph, R2 or another S3-compatible server.
 
-    Without credentials, it uses the credentials of the environment, of a profile in ~/.aws (with boto3 installed), of a
-    web identity, of the container or of the instance.
+    If the block has no credentials, they come from the environment, a profile in ~/.aws (with boto3 installed), a web
+    identity, the container or the instance.
 
     Example:
         ```python
@@ -320,14 +320,14 @@ class S3Target(ObjectTarget):
         return find_ambient_access(os.environ, anonymous=self.anonymous)
 
 
-# The client's skip_signature leaves only reads unsigned; a key file with disable_oauth leaves writes unsigned too.
+# The key for anonymous access. With disable_oauth, reads and writes are unsigned; with skip_signature, only reads are.
 _ANONYMOUS_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 class GcsTarget(ObjectTarget):
     """A bucket of Google Cloud Storage.
 
-    Without credentials, it uses the application default credentials of the machine.
+    If the block has no credentials, the machine's application default credentials are used.
 
     Example:
         ```python
@@ -388,7 +388,7 @@ class GcsTarget(ObjectTarget):
 class AzureTarget(ObjectTarget):
     """A container of Azure Blob Storage, or of its emulator.
 
-    Without credentials, it uses environment variables, a workload identity or a managed identity.
+    If the block has no credentials, they come from environment variables, a workload identity or a managed identity.
 
     Example:
         ```python
@@ -467,4 +467,4 @@ TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget,
 if TYPE_CHECKING:
     AnyTarget: TypeAlias = StorageTarget
 else:
-    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # Prefect's forms list the members of the union
+    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # a union, since Prefect's forms offer its members

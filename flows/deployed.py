@@ -1,4 +1,4 @@
-"""The flows for deployments: their forms show the main parameters first, and all others in one group."""
+"""The flows for deployments; each form shows the main parameters first, and all others in one group."""
 
 from __future__ import annotations
 

@@ -56,10 +56,10 @@ def drill(
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` draws the steps and the
+        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` selects the steps and the
             processes: the trial, the search, the search during an upload, or, with several ranks, a rank other than 0.
-        at: the steps after which to kill, instead of drawn steps.
-        seed: seed of the draws.
+        at: the steps after which to kill, instead of those that `seed` selects.
+        seed: the seed with which the kills are drawn.
         save_every: the steps between two saves of a class trainable. A function saves whenever it reports a checkpoint.
             Default: `steps` / 4.
         hours_between_failures: the mean time between failures, for the advice on how often to save.

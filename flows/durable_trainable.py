@@ -33,7 +33,7 @@ class TrialResult(RenamedMembers):
     experiment: str
     trial: str
     status: Status
-    """For example completed, interrupted or errored."""
+    """The trial's status, such as completed, interrupted or errored."""
     reason: str
     """Why the trial has this status."""
     step: int
@@ -133,7 +133,7 @@ def durable_trainable(
     parameters = dict(locals())  # all of them except `config` are fields of `SearchPlan`
     parameters.pop("config")
     from prefect_tune.ownership import with_experiment_name
-    from prefect_tune.tuner.run_training import run_training  # flow_with_server imports this while the server starts
+    from prefect_tune.tuner.run_training import run_training  # late; flow_with_server preloads it while a server starts
 
     plan = SearchPlan(**parameters)
     outcome = run_training(with_experiment_name(plan, config) if experiment is None else plan, config)

@@ -60,14 +60,14 @@ def maintain(
             block, or the block; in a script also a relative path.
         experiments: names of experiments, or patterns such as `"nightly-*"`. Default: all on the target.
         verify: which checkpoints to verify byte by byte: `"all"`, `"none"`, or a `"sample"`, which differs each day.
-        share: the share of the checkpoints in a sample, such as `"1/7"`: daily runs read every checkpoint in 7 days.
+        share: the share of the checkpoints in a sample. With `"1/7"`, daily runs read every checkpoint within 7 days.
         max_verify_bytes: bytes per experiment after which no further checkpoint is read. Default: no limit.
         quarantine: whether to quarantine damaged checkpoints, so that no trial resumes from them. Release them with
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Default: all. Always kept:
             the best checkpoint, each trial's newest, cloned checkpoints, and all checkpoints of the best trial.
-        time_budget_seconds: seconds after which no work begins. Each day begins with another experiment. Default: none.
+        time_budget_seconds: seconds after which no work begins. Each day, another experiment is first. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:

@@ -98,8 +98,8 @@ def resume(
         fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
             target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
         at: with `fork`: number of the journal entry at which the trials' progress is forked. Default: the last entry.
-        strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Without this, such a trial
-            continues from its newest remaining checkpoint, or from the beginning, and the log reports it.
+        strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise, the checkpoint's
+            trial continues from its newest remaining checkpoint or from the beginning, and the log reports this.
         space: another space for new trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials stay data.
         search: another search algorithm from now on; required if the journal's algorithm has no JSON form.
         scheduler: another scheduler, such as `{"ASHA": {"max_t": 81}}`; required if the old one has no JSON form.
@@ -138,7 +138,7 @@ def resume(
         StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
-    parameters = dict(locals())  # the fields of `SearchPlan` have the same names
+    parameters = dict(locals())  # by name; the fields of `SearchPlan` have the same names
     resolved = resolve_target(target)
     options = {name: parameters[name] for name, option in OPTIONS.items() if option.at_resume}
     passed = {name: value for name, value in options.items() if value is not None}
@@ -149,7 +149,7 @@ def resume(
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
         if (source := load_fork_origin(resolved, request)) is not None:
-            make_plan(source)  # raise before the fork exists
+            make_plan(source)  # raises its errors before the fork exists
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
     if not state.entry_count:
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not get_earlier_choices(state):  # a choice in a form may have raised the number
+    if options["search"] is None and not get_earlier_choices(state):  # a choice in a form may have raised `num_samples`
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

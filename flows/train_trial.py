@@ -39,7 +39,7 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
     attempt_request = parse_request(request)
     train = partial(run_interruptible, grace=spec.grace_period, poll_interval=spec.sync.request_period)
     with isolated_run_context(), TrialProcessPool(slots=0) as pool:
-        # The trainable is imported while the journal is read.
+        # Start the import of the trainable now, so that it runs while the journal is read.
         pool.start_import(spec.trainable, get_run_logger(), attempt_request.environment)
         channel = RemoteSearchChannel(spec.target, spec.trial, attempt, pool=pool)
         if node:
@@ -53,5 +53,5 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
                 return make_attempt_task(spec.tags)(spec, attempt_request, channel.use_stop_event(stop))
 
         end_state = train(train_attempt)
-    # The state's name is part of Prefect's event. Automations match standard names, so ours goes into the message.
+    # Automations match standard names of states, so the name of `end_state`, such as Pruned, goes into the message.
     return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")

@@ -132,7 +132,7 @@ def tune(
             exists, `never` (or false) that it does not exist. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains only these.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
-            `s3://bucket/folder/name`. Their trials are copied into this experiment's journal, and do not count.
+            `s3://bucket/folder/name`. These trials are copied into this experiment's journal, but do not count.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
@@ -171,7 +171,7 @@ def tune(
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
     parameters = dict(locals())  # the fields of `SearchPlan` have the same names
-    # Only calls need these modules: `flow_with_server` imports them while the server starts and the trainable loads.
+    # Imported here, since only calls need these modules; `flow_with_server` imports them while the server starts.
     from prefect_tune.ownership import with_experiment_name
     from prefect_tune.parameters.search_plan import SearchPlan
     from prefect_tune.tuner.run_search import run_search

@@ -1,7 +1,7 @@
 """The Prefect tasks: run a trial; save, restore and delete a checkpoint; read and write the journal.
 
 Each task is retried on transient errors and has a timeout. The tasks exported here are for users' own flows; the
-modules also contain the engine's tasks, which take resolved arguments. Both kinds call the same functions.
+modules also contain the engine's tasks, whose arguments are already checked. Both kinds call the same functions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The engine's tasks that publish, download and delete a checkpoint, and the public tasks for users' own flows.
 
-The engine's tasks take keys. Besides the errors in their docstrings, they raise `StoreRefused` (credentials,
-permission, bucket; retried within `retrying_refusals`), and `StoreUnavailable` or `CommitUnknown` if all retries
-failed. The public tasks take plain arguments, own the experiment (see `prefect_tune.ownership`), and call the engine's
-functions.
+The engine's tasks take a `CheckpointKey` or `TrialKey`. Besides the errors in their docstrings, they raise
+`StoreRefused` (credentials, permission, bucket; retried within `retrying_refusals`), and `StoreUnavailable` or
+`CommitUnknown` if all retries failed. The public tasks take names, and call the engine's functions. To save or delete,
+they take ownership of the experiment (see `prefect_tune.ownership`).
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def publish_checkpoint(
     must not change during the save.
 
     Args:
-        metadata: step, metrics, write id and so on. Tries with the same write id are the same save.
+        metadata: step, metrics, write id and so on. Tries with the same write id count as one save.
         before: the state of the trial before the save; bytes of its newest live checkpoint are not sent again.
-        reverification: the reused blobs to read back first.
+        reverification: selects the reused blobs that are read back before the commit.
         parts: the parts that other nodes add to the checkpoint, and the time to wait for these parts.
         timeout_seconds: limit of each try, after which no upload continues in the background.
 
@@ -205,7 +205,7 @@ def delete_retired_checkpoints(
 
 @dataclass(frozen=True, slots=True)
 class PrefectAttemptTasks:
-    """Implements `AttemptTasks` for one trial: within the calling task, each call is a task run of its own."""
+    """Implements `AttemptTasks` for one trial: each call runs as a separate task run inside the calling task run."""
 
     spec: TrialSpec
 
@@ -259,9 +259,9 @@ def save_checkpoint(
 
     From its first save on, the flow run owns the experiment, so saves of other runs fail. A run that is started again
     takes the experiment over. A killed save leaves no checkpoint, or a complete checkpoint without a journal entry.
-    `restore_experiment_state` adopts such a checkpoint; call it before `restore_checkpoint`. The next save
+    `restore_experiment_state` adopts such a checkpoint, so call it before `restore_checkpoint`. The next save
     sends only the missing bytes. A step whose save failed can be saved again, with the same files or with others.
-    Saving a committed step again with the same files returns its checkpoint and sends nothing.
+    Saving a committed step again with the same files returns the existing checkpoint and sends nothing.
 
     Save one trial's steps one after the other; different trials may save at the same time (`.map`). With `.submit`,
     pass `wait_for=[the previous save]`.
@@ -320,7 +320,7 @@ class _CheckpointSave:
 
         Raises:
             SaveOvertaken: another task changed the trial during the save; or another checkpoint was quarantined, and
-                the new checkpoint too, because it may have the same damage.
+                so was the new checkpoint, which may have the same damage.
         """
         state = ensure_ownership(self._target, self._args.experiment)
         self._folder = state.trial_key(self._args.trial)
@@ -372,12 +372,12 @@ class _CheckpointSave:
         )
 
     def _make_report_events(self, state: Experiment) -> Sequence[StepReported]:
-        """Return the event that reports this step; none if the step was journaled before its checkpoint."""
+        """Return the event that reports this step; an empty list if a report of the step is already journaled."""
         trial = self._folder.trial
         return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
     def _publish_directory(self, state: Experiment) -> SaveResult:
-        """Publish the directory as a checkpoint that the journal entry after `state` will name.
+        """Publish the directory as a checkpoint, which the next journal entry must then name.
 
         Raises:
             SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. The
@@ -425,8 +425,8 @@ def restore_checkpoint(
     """Download a checkpoint of a trial, by default the newest, and verify every byte; all files or none appear.
 
     The task reads any experiment, also a running search, and takes no ownership. It quarantines a damaged checkpoint,
-    logs an error, and restores the previous checkpoint. If a name is not on the target, but is similar to an existing
-    name, the task logs a warning. For the other arguments, such as `timeout_seconds`, see `save_checkpoint`.
+    logs an error, and restores the previous checkpoint. If the experiment or trial does not exist, but one with a
+    similar name does, the task logs a warning. For other arguments, such as `timeout_seconds`, see `save_checkpoint`.
 
     ```python
     restored = pt.restore_checkpoint(target="runs", experiment="descent")
@@ -517,7 +517,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     try:
         with args.target.open(timeout=READ_TIMEOUT) as store:
             is_quarantined = quarantine_in_journal(store, key.trial.journal_key, {key: reason}, new_write_stamp())
-    except StoreRefused as refused:  # e.g. the credentials may only read, or the target supports only one writer
+    except StoreRefused as refused:  # e.g. the credentials permit only reads, or the target supports only one writer
         log.warning("step %d cannot be restored (%s), and could not be quarantined: %s", key.step, damage, refused)
         return
     if not is_quarantined:
@@ -533,8 +533,8 @@ def delete_checkpoint(
 
     The flow run then owns the experiment, as after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
-    goes back to the previous checkpoint, and may save the step again. If the trial is running, the journal records at
-    once that its next attempt starts from the previous checkpoint; `show` and results then show that checkpoint.
+    goes back to the previous checkpoint, and can save the step again. If the trial is running, the journal records at
+    once that the trial's next attempt starts from the previous checkpoint, which `show` and results then show.
     For `timeout_seconds`, see `save_checkpoint`.
 
     ```python
@@ -545,8 +545,8 @@ def delete_checkpoint(
         step: the step of the checkpoint.
 
     Returns:
-        int: the number of deleted objects; 0 if there is no such checkpoint. The next call, the trial's next attempt
-            or `prefect-tune gc` deletes the objects that a killed deletion left.
+        int: the number of deleted objects; 0 if there is no such checkpoint. If a deletion was killed, the next call,
+            the trial's next attempt or `prefect-tune gc` deletes the remaining objects.
 
     Raises:
         InvalidInput: an argument is invalid, the experiment or the trial does not exist, or the experiment is a search.
@@ -558,7 +558,7 @@ def delete_checkpoint(
     args = DeleteArguments(**locals())
 
     def retire_checkpoints() -> tuple[Experiment, Sequence[CheckpointKey]]:
-        """Retire the step's checkpoints; return all checkpoints to delete, also those of an interrupted deletion."""
+        """Retire the step's checkpoints; return the checkpoints to delete, which an earlier call may have retired."""
         state = ensure_ownership(args.target, args.experiment)
         current, folder = state.trial(args.trial), state.trial_key(args.trial)
         checkpoints = (*current.checkpoints, *(lost.checkpoint for lost in current.quarantined_checkpoints))

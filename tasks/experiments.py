@@ -83,19 +83,19 @@ def acquire_experiment(
 ) -> Experiment:
     """Take ownership of an experiment for `owner` and return its state; every earlier owner's writes then fail.
 
-    The task adopts a checkpoint whose save was killed after it created the manifest and before the journal entry.
+    The task adopts a checkpoint whose save was killed between the creation of the manifest and the journal entry.
     Running trials become pending. If the experiment does not exist yet, it is created empty.
 
     Args:
         key: the experiment's journal, from `read_experiment_by_name`.
         owner: the flow run and process that take ownership; messages of superseded owners name them.
         stamp: write id and time of the entry that records the new owner.
-        loaded: the experiment, if the caller has just read it; it is then not read again.
+        loaded: the experiment, if the caller has just read it, so that the task need not read it again.
 
     Raises:
         ResumeFailed: the journal is damaged or has an unknown version. Nothing was started.
         Superseded: in every try, another process took ownership first.
-        StoreRefused: the target refuses access; retried within `retrying_refusals`.
+        StoreRefused: the target refuses access; this is retried only in the context `retrying_refusals`.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
     with target.open(timeout=READ_TIMEOUT) as store:
@@ -108,8 +108,8 @@ def write_stamped_entry(
 ) -> Experiment:
     """Write `events` as the next journal entry of `experiment` and return the state after it.
 
-    On return the entry is durable, and this process owned the experiment when the entry was written. A retry with the
-    same `stamp` writes the same entry.
+    On return, the entry is durable, and it was written while this process owned the experiment. A retry with the same
+    `stamp` writes the same entry.
 
     Raises:
         Superseded: another process owns the experiment now.
@@ -192,7 +192,7 @@ def sync_experiment_state(
         trial: the trial's name in the experiment; it is added if it is new.
         reports: the metrics of trained steps, by step, such as `{1: {"loss": 0.5}}`. Steps up to the newest step of
             the running attempt are left out, because the journal has them. If no attempt is running, steps up to the
-            checkpoint from which the next attempt continues are left out. `save_checkpoint` journals its own step.
+            checkpoint from which the next attempt continues are left out. `save_checkpoint` journals its step's report.
         config: the configuration of a new trial; an existing trial must have the same configuration.
         status: how the trial ends: `completed`; `paused`, so that a later run continues it; or `errored`. A later save
             continues the trial in any case. Default: the trial does not end.
@@ -246,7 +246,7 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
     """Return the reports that are not in the journal yet.
 
     A trial that is not running continues from its newest checkpoint and trains later steps again. The reports of these
-    steps are new. But if the trial has ended with the last of `reports`, the call is repeated, and no report is new.
+    steps are new. But if the trial ended with the last of `reports`, this call is a repetition, and no report is new.
     """
     if trial is None:
         return reports
@@ -264,12 +264,12 @@ def _select_new_reports(trial: Trial | None, reports: Sequence[StepReport]) -> S
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """The arguments of a fork. All tries of a fork use one owner and stamp, so that a retry makes the same fork."""
+    """The arguments of a fork. All tries of a fork use the same owner and stamp, so a retry makes the same fork."""
 
     experiment: str
     into: str
     at: int | None = None
-    """The entry of the experiment's journal; None for the last entry."""
+    """The journal entry of `experiment` after which the fork begins; None for the last entry."""
     strict: bool = False
     """Whether to raise an error if the origin has deleted a checkpoint since this entry."""
     owner: Owner = field(default_factory=make_process_owner)
@@ -281,7 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    The task warns of each trial with checkpoints that the origin has deleted, or with only quarantined checkpoints.
+    The task logs a warning for each trial of which the origin has deleted checkpoints, or has only quarantined ones.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -324,7 +324,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
 def load_fork_origin(target: StorageTarget, request: ForkRequest) -> Experiment | None:
     """Return the state of the origin from which the fork begins; None if the fork has begun, or there is no origin.
 
-    Writes nothing. Raises the errors of `fork_experiment`, which also reports a missing origin.
+    Writes nothing. Raises the errors of `fork_experiment`, except that of a missing origin.
     """
 
     def load_origin() -> Experiment | None:
@@ -356,7 +356,7 @@ def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
 def _load_requested_fork_point(
     store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
 ) -> ForkPoint:
-    """Return the origin at the requested entry. Default: the entry that an earlier try forked, or else the last."""
+    """Return the origin at the requested entry. Default: the entry of an earlier try, or else the last entry."""
     earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     point = load_fork_point(store, origin.key, entry)
@@ -406,7 +406,7 @@ def publish_results(
         reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
             table = trials_to_arrow(experiment) if rows == "trials" else curves_to_arrow(experiment, reports)
-            with suppress(AlreadyExists):  # the name has the entry's number, so the content is the same
+            with suppress(AlreadyExists):  # its name has the entry's number, so its content is the same
                 store.create(path, to_parquet(table, {**metadata, "version": COLUMN_VERSIONS[rows]}))
             delete_older_documents(store, before=path)
     return paths

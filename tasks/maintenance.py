@@ -31,7 +31,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, TASK_RETRY_OPTIONS
 
 _TIMEOUT = timedelta(minutes=30)
 _MAX_START_FRACTION = 0.8
-"""The fraction of a try's timeout after which the try starts no further item; the rest is for the current item."""
+"""The fraction of a try's timeout after which the try starts no more items; the rest is for the current item."""
 
 
 @task(name="verify-checkpoints", task_run_name="verify {journal.experiment}", **TASK_RETRY_OPTIONS)
@@ -63,7 +63,7 @@ def find_checkpoint_damage(target: StorageTarget, key: CheckpointKey) -> str:
     """Read every byte of the checkpoint `key`; return a description of its damage, or "" if it can be restored.
 
     Raises:
-        StoreRefused: credentials, permission or bucket; retried within `retrying_refusals`.
+        StoreRefused: the target refuses access; retried within `retrying_refusals`.
         StoreUnavailable: all retries failed.
     """
     with target.open(timeout=_TIMEOUT) as store:
@@ -90,7 +90,7 @@ def quarantine_checkpoints(
 def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retention, *, dry_run: bool = False) -> int:
     """In a finished experiment, retire the checkpoints that `policy` does not keep; return how many are retired.
 
-    While a trial has not ended, none is retired. The best checkpoint and all checkpoints of the best trial are kept.
+    Nothing is retired while a trial has not ended. The best checkpoint and all checkpoints of the best trial are kept.
     A dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:
@@ -117,6 +117,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a function that tells whether another item may start: before `until`, and before 80 % of the timeout."""
+    """Return a function that tells whether another item may start: not after `until`, or after 80 % of the timeout."""
     deadline = datetime.now(UTC) + _MAX_START_FRACTION * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

@@ -65,9 +65,9 @@ from prefect_tune.tasks.checkpoints import PrefectAttemptTasks
 
 @task(name=TRIAL_TASK_NAME, task_run_name="train {spec.trial.trial} · attempt {request.attempt}", **TASK_RETRY_OPTIONS)
 def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel) -> State[Any]:
-    """Train one attempt of a trial in its own process, and journal how it ended; see `Attempt`.
+    """Train one attempt of a trial in its own process, and journal how the attempt ended; see `Attempt`.
 
-    All state is read from the target, so a retry of the task is a further attempt. The task run ends in the returned
+    All state is read from the target, so a retry of the task runs the next attempt. The task run ends in the returned
     state, which shows how the attempt ended: Completed, Pruned, Paused, Interrupted or Failed, with the reason.
     What happens next depends only on the journal.
 
@@ -82,7 +82,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
     log: Log = get_run_logger()
     if spec.proposed_by_search:  # in a search, each log message names the trial
         log = TrialLog(log, f"trial {spec.trial.trial}")
-    channel.start_polling()  # before any wait (for a slot, other nodes or an import), in which a stop may be requested
+    channel.start_polling()  # first, since a stop may be requested during a wait (for a slot, other nodes or an import)
     with (
         quieting_inner_tasks(),
         retrying_refusals(),
@@ -101,7 +101,7 @@ def run_attempt(spec: TrialSpec, request: AttemptRequest, channel: SearchChannel
 def run_node(spec: TrialSpec, request: AttemptRequest, node: int, channel: SearchChannel) -> State[Any]:
     """Train an attempt's ranks on a further node; the journal records how the attempt ends. Args: see `run_attempt`.
 
-    Dask and Ray repeat the task if its worker is lost, although the attempt has then begun without this node.
+    If the worker of this task is lost, Dask and Ray repeat the task. An attempt that has begun rejects the new process.
     """
     log = TrialLog(get_run_logger(), f"trial {spec.trial.trial}")
     with quieting_inner_tasks(), retrying_refusals(), closing(channel):
@@ -131,7 +131,7 @@ def run_trial(
 
     The trainable runs in its own process, as in `durable_trainable`. A repeated call, by a retry or a later flow
     run, continues the trial from its newest committed checkpoint; a finished trial is returned at once. The flow run
-    owns the experiment, as after `save_checkpoint`; it may run several trials at once (`.map`).
+    owns the experiment, as after `save_checkpoint`, and can run several trials at once (`.map`).
     For retries with budgets and a live report, call `durable_trainable` instead.
 
     ```python
@@ -143,7 +143,7 @@ def run_trial(
         config: the configuration, such as `{"lr": 0.01}`, or a dataclass, which is passed as a dict of its fields.
         target: where checkpoints and state are stored: a URI, the `type/name` of a saved block, or the block.
         experiment: the experiment's name on the target; it is created if it does not exist.
-        trial: the trial's name in the experiment; the same name continues it.
+        trial: the trial's name in the experiment; a call with the same name continues the trial.
         stop: when to stop: `{"step": 100}` or other limits (stop at `>=`), a function of the metrics, or a stopper.
             Default: when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.

@@ -1,4 +1,4 @@
-"""Convert an experiment, without Prefect, to Arrow tables with one row per trial, report or attempt."""
+"""Convert an experiment to Arrow tables with one row per trial, report or attempt; independent of Prefect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPORT_COLUMNS = ("trial", "step", "trained_seconds")
 COLUMN_VERSIONS: Mapping[ResultsTable, str] = {"trials": "2", "reports": "1"}
 """Increment a version if a column is removed or changes its meaning; for reports, also if a column is added.
 
-A file's metadata `prefect-tune/version` is its version; `parse_reports` rejects reports of another version.
+A file holds its version in the metadata `prefect-tune/version`; `parse_reports` rejects reports of another version.
 """
 
 
@@ -103,7 +103,7 @@ def find_metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[st
 
 
 def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
-    """Return `table` as a Parquet file with this schema metadata; the keys get the prefix `prefect-tune/`."""
+    """Return `table` as a Parquet file with `metadata` in its schema; the keys get the prefix `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,7 +114,7 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if it is damaged, or its version or state digest is another one.
+    """Return the reports in a Parquet file; None if the file is damaged, of another version, or of another `digest`.
 
     If this returns None, the caller reads the reports from the journal. Nothing in the file is executed.
     """
@@ -158,7 +158,7 @@ _LAST_COLUMNS: _Columns = {
 
 
 def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """Return a column for each name that occurs in `rows`; in rows without the name, the column is null."""
+    """Return a column for each name that occurs in `rows`; the column is null where a row lacks the name."""
     columns: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
@@ -170,7 +170,7 @@ def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Colle
 
 
 def _make_column(column: list[Any]) -> pa.Array:
-    """Return a column of one type. If values are lists, of mixed types, or too large for it, all become JSON."""
+    """Return a column of one type. If some values are lists, or no type can hold all values, all become JSON."""
     import pyarrow as pa
 
     types = {type(value) for value in column if value is not None}
@@ -191,7 +191,7 @@ def _make_column(column: list[Any]) -> pa.Array:
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
     """Return the valid reports, one per row, from the file published for this state or else from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
-    with suppress(ObjectNotFound, JournalCorrupt):  # JournalCorrupt: too large, so not written by this package
+    with suppress(ObjectNotFound, JournalCorrupt):  # JournalCorrupt: too large to be a file of this package
         if (table := parse_reports(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
             return table
     return curves_to_arrow(experiment, read_curves(store, experiment))

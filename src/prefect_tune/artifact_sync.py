@@ -4,9 +4,9 @@ The built-in syncer mirrors a directory in the background. Each file becomes one
 
     <directory>/logs/events.out   ──►   <remote>/logs/events.out
 
-A changed file replaces its object. Nothing else on the target depends on artifacts, so a reader may see a mix of two
-syncs, and an attempt that still runs although it counts as lost may replace a file of the next attempt. Whatever a key
-or a link names, a sync writes no object outside the remote folder, and no local file outside the directory.
+A changed file replaces its object. Nothing else on the target depends on artifacts, so it is acceptable that a reader
+can see a mix of two syncs, and that a lost attempt that still runs can replace a file of the next attempt. Whatever a
+key or a link names, a sync writes no object outside the remote folder, and no local file outside the directory.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class Syncer(ABC):
     """Copies a directory to a target and back, at most once per period, and retries failed syncs.
 
     A subclass needs only the three abstract methods, and need not call the constructor of `Syncer`. Each attempt of a
-    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods may finish
-    their work before they return, or in the background. A subclass that works in the background should override
-    `retry`, and also `wait`, which raises the errors.
+    trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods can do their
+    work before they return, or in the background. A subclass that works in the background should override `retry`,
+    and also `wait`, which raises the errors.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
-    """The minimum time between two syncs that `sync_up_if_needed` and `sync_down_if_needed` begin."""
+    """The minimum time between two syncs begun by `sync_up_if_needed`, or by `sync_down_if_needed`."""
     sync_timeout: timedelta = timedelta(seconds=1800)
     """The maximum time of one sync; `wait` must enforce it."""
     last_sync_up_time: float = -math.inf
-    """When the last `sync_up` that did not fail began, in seconds on the monotonic clock of this process."""
+    """The start of the last `sync_up` that did not fail, in seconds on the monotonic clock of this process."""
     last_sync_down_time: float = -math.inf
-    """When the last `sync_down` that did not fail began, on the same clock."""
+    """The start of the last `sync_down` that did not fail, on the same clock."""
 
     _clock = staticmethod(time.monotonic)
     _sleep = staticmethod(time.sleep)
@@ -180,7 +180,7 @@ class Syncer(ABC):
             self.last_sync_down_time = at_seconds
 
     def reset(self) -> None:
-        """Reset the times of the last syncs, so that the next `..._if_needed` call syncs."""
+        """Reset the times of the last syncs, so that the next call of a method `..._if_needed` begins a sync."""
         self.last_sync_up_time = self.last_sync_down_time = -math.inf
 
     def close(self) -> None:  # noqa: B027  a subclass may have nothing to release
@@ -207,7 +207,7 @@ def _parse_duration(name: str, value: timedelta | float) -> timedelta:
 
 _MAX_NAMED_PATHS = 5
 _MAX_SHOWN_CHARACTERS = 200
-_GRACE_PERIOD = timedelta(seconds=10)  # after the deadline: the time for a store to end its work and raise its error
+_GRACE_PERIOD = timedelta(seconds=10)  # the time that a store gets after its deadline to stop and raise an error
 _FIRST_PAUSE_SECONDS = 1.0
 
 
@@ -244,8 +244,8 @@ class TargetSyncer(Syncer):
     files. For `exclude`, see `prefect_tune.core.storage.layout`. `ArtifactMirror.upload` documents which other files a
     sync leaves out; they are logged once.
 
-    `remote_dir` is a URI, or a folder on `target` if the syncer has a target. A pickled copy keeps the settings and the
-    commands that `retry` runs again. The original keeps its running and queued commands.
+    `remote_dir` is a URI, or a folder on `target` if the syncer has a target. A pickled copy has the same settings. The
+    commands that the original has not finished count as failed in the copy, so that `retry` runs them again.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class TargetSyncer(Syncer):
         self._started_at_seconds = 0.0
         self._mirrors: dict[tuple[str, str], ArtifactMirror] = {}
         self.warn: Callable[[str], None] = logging.getLogger("prefect_tune").warning
-        """Reports the files that a sync up leaves out. Default, also in a pickled copy: a log warning."""
+        """Reports the files that a sync up leaves out. By default, and in each pickled copy, it logs a warning."""
         self._reported_paths: set[str] = set()
         self._failures = 0
         self._next_start_seconds = 0.0
@@ -324,7 +324,7 @@ class TargetSyncer(Syncer):
         """Wait until all commands are done.
 
         Args:
-            timeout: the maximum wait; 0 to check without a wait. None: as long as the commands may take.
+            timeout: the maximum wait; 0 to check without waiting; None to wait as long as the commands may take.
 
         Raises:
             SyncTimedOut: the commands did not end within `timeout`, or `sync_timeout` stopped a command.
@@ -346,7 +346,7 @@ class TargetSyncer(Syncer):
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
                 if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
-                    del self._failed_commands[command]  # raised once: no retry can help, and no file is unsaved
+                    del self._failed_commands[command]  # raise once: no retry can help, and no file is unsaved
                 if error is None:
                     raise TuneError(f"{command}: it was not done when this syncer was copied; `retry` runs it again")
                 if isinstance(error, TuneError):
@@ -361,13 +361,13 @@ class TargetSyncer(Syncer):
         self.wait()
 
     def reset(self) -> None:
-        """Make the next `..._if_needed` call sync, even right after a sync or a failure."""
+        """Let the next call of a method `..._if_needed` begin a sync, even right after a sync or a failure."""
         super().reset()
         with self._state:
             self._next_start_seconds = 0.0
 
     def _is_sync_due(self, action: SyncAction) -> bool:
-        """A running sync counts as the last sync. After failures, wait 2, 4, 8 ... s, up to `sync_period`."""
+        """A running sync counts as the last sync. After failures, none is due for 2, 4, ... s, up to `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
@@ -376,7 +376,7 @@ class TargetSyncer(Syncer):
         return super()._is_sync_due(action)
 
     def _record_start(self, action: SyncAction, at_seconds: float) -> None:
-        """Do nothing: a sync counts only after it has succeeded."""
+        """Do nothing, because here a sync counts only once it has succeeded: see `_record_outcome`."""
 
     def _enqueue_command(self, command: _Command) -> bool:
         self._resolve_folder(command.remote)
@@ -481,12 +481,12 @@ def _make_absolute(local_dir: str) -> str:
 
 
 def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return the user's patterns only, so that files which match a built-in pattern are reported when left out."""
+    """Return only the user's patterns, so that a file that a built-in pattern leaves out is reported."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 
 _PIECE_BYTES = 8 * 1024 * 1024
-_CLOCK_TICK_NS = 50_000_000  # the clock of a file system on Linux ticks every 10 ms or faster
+_CLOCK_TICK_NS = 50_000_000  # longer than a tick of a file system's clock, which takes at most 10 ms on Linux
 _MAX_KEY_BYTES = 900  # S3, Google and Azure accept 1,024; the rest is for the target's prefix
 _INVALID_KEY_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # XML listings cannot show them
 _PARTIAL_DOWNLOAD = re.compile(r"\.[0-9a-f]{32}\.part")
@@ -522,7 +522,7 @@ class ArtifactMirror:
         local = dict(_scan_files(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
         if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_path_left_out(path, left_out)):
-            store.delete([_make_object_key(folder, path) for path in deleted])  # before a file replaces a folder
+            store.delete([_make_object_key(folder, path) for path in deleted])  # first: a new file may replace a folder
             for path in deleted:
                 del mirrored[path]
 
@@ -542,7 +542,7 @@ class ArtifactMirror:
                 left_out[path] = str(unsendable)
                 del mirrored[path]
                 return
-            if local[path][1] < settled_ns:  # a later write in the same clock tick would not change the stamp
+            if local[path][1] < settled_ns:  # else, a later write in the same clock tick might not change the stamp
                 mirrored[path] = local[path]
 
         for _ in store.map(upload_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
@@ -590,13 +590,13 @@ class ArtifactMirror:
 
 
 def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Return whether a file, one of its folders or the whole directory is left out; the file may then still exist."""
+    """Return whether a file, one of its folders or the directory itself is left out, so the file may still exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
 
 def _make_object_key(folder: str, path: str) -> str:
-    return f"{folder}/{path}" if folder else path  # the folder may be the root of a target
+    return f"{folder}/{path}" if folder else path  # an empty folder is the root of a target
 
 
 def _make_file_stamp(status: os.stat_result) -> _FileStamp:

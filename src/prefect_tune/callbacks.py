@@ -1,4 +1,4 @@
-"""`pt.Callback`: hooks that observe the trials of a search, in the process that runs the search, without Prefect.
+"""`pt.Callback`: hooks that observe the trials of a search, in the process of the search; independent of Prefect.
 
 A callback cannot influence the search. No trial waits for a callback, and an error in a hook is only logged.
 """
@@ -55,7 +55,7 @@ class SearchInfo:
     objective: Objective | None
     """The metrics by which trials are compared; None without a metric."""
     generation: int = 1
-    """The number of experiments that have had this name on the target; a deletion frees the name for the next."""
+    """The number of experiments that have had this name; after a deletion, a new experiment can have the name."""
 
 
 class Callback:

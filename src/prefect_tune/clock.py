@@ -30,8 +30,8 @@ def begin_run_clock() -> None:
 def run_clock_now() -> str:
     """Return the time of day at which this process's run began, plus the monotonic time since then.
 
-    Use this clock for durations in the cost, because a change of the system clock or a suspension of the machine does
-    not affect it. In a process without a run, return `utc_now()`.
+    Use this clock for durations that enter the cost, because neither a change of the system clock nor a suspension of
+    the machine affects them. In a process without a run, return `utc_now()`.
     """
     if _run_start is None:
         return utc_now()

@@ -167,7 +167,7 @@ def read_experiment_raising_refusals(target: StorageTarget, experiment: str) -> 
 
 @contextmanager
 def raising_resume_failed(target: StorageTarget, experiment: str, *others: type[TuneError]) -> Iterator[None]:
-    """Raise `ResumeFailed` in place of the errors of an unreadable journal, and in place of `others`."""
+    """Raise `ResumeFailed` in place of the errors that an unreadable journal raises, and in place of `others`."""
     unreadable: tuple[type[TuneError], ...] = (JournalCorrupt, UnknownVersion, *others)
     try:
         yield
@@ -180,13 +180,13 @@ def raising_resume_failed(target: StorageTarget, experiment: str, *others: type[
 
 @dataclass(frozen=True, slots=True)
 class OwnershipRequest:
-    """The arguments of a takeover: the new owner, and a function that returns further events of its first entry."""
+    """The arguments of a takeover: the new owner, and a function that returns more events for the takeover's entry."""
 
     owner: Owner
     stamp: WriteStamp
     events_for: Callable[[Experiment], Sequence[Event]] = lambda _: ()
     loaded: Experiment | None = None
-    """The state, if the caller has just read the journal; a takeover then reads only newer entries."""
+    """The state of the experiment, if the caller has just read it; the takeover then reads only newer entries."""
 
 
 def acquire_and_adopt(
@@ -203,7 +203,7 @@ def acquire_and_adopt(
     try:
         owner, stamp = request.owner, request.stamp
         state_after = acquire_ownership(store, key, owner, stamp, events_for=collect_events, loaded=request.loaded)
-        if before is not None:  # None: an earlier try wrote the entry, and the reply was lost
+        if before is not None:  # it is None if an earlier try wrote the entry, and the reply was lost
             mark_dead_attempts_crashed(before, owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.
         adoption_stamp = WriteStamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
@@ -236,7 +236,7 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
 """The tasks that run attempts have `task_key`s with these prefixes, in a search and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The `Owner` values with which this process took over journals. Their attempts are alive, and end by themselves."""
+"""The `Owner` values with which this process took over journals. Their attempts are alive, so they stay Running."""
 
 
 def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
@@ -256,7 +256,7 @@ def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
 
 
 def mark_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
-    """Set the task run of an attempt on another machine to Crashed, after `owner` has fenced the attempt."""
+    """Set the task run of an attempt on another machine to Crashed, after `owner` has closed the attempt's outbox."""
     if supervisor.task_run is not None:
         _mark_attempts_crashed(supervisor, owner, None)
 
@@ -264,7 +264,7 @@ def mark_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
 def _mark_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None) -> None:
     if dead_owner.flow_run is None:
         return
-    is_same_run = dead_owner.flow_run == owner.flow_run  # if so, the dead owner's run had ended before its restart
+    is_same_run = dead_owner.flow_run == owner.flow_run  # if so, the dead owner's run ended before the restart
     successor = "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
     if not is_same_run:
         successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)
@@ -278,12 +278,12 @@ def _mark_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | Non
 
 
 def make_attempt_filter(owner: Owner, run_count: int | None) -> Callable[[TaskRun], bool]:
-    """Return a predicate that is true if a task run of the owner's flow run is an attempt of `owner`.
+    """Return a function that tells whether a task run of the owner's flow run is an attempt of `owner`.
 
     Args:
         owner: the owner of the journal, or the supervisor of one attempt, with the id of its task run.
-        run_count: if the flow run was restarted, its present run count; attempts with this count are not attempts of
-            `owner`. None if the flow run was not restarted.
+        run_count: if the flow run was restarted, its present run count, because task runs with this count belong to a
+            later owner. None if the flow run was not restarted.
     """
 
     def is_attempt(run: TaskRun) -> bool:

@@ -1,4 +1,4 @@
-"""All calls that only Linux has, and the choice between these calls and the calls of every POSIX system.
+"""Calls that only Linux has, and the choice between these calls and calls that every POSIX system has.
 
     on Linux                                              on other systems (macOS)
     trials are forked, each below a child subreaper       each trial is a started process (`SpawnedProcess`)
@@ -8,8 +8,8 @@
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
 For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
-Other modules make no Linux-only calls, except the fork server and its client. On other systems, only the functions
-for the fork server raise.
+Other modules make no Linux-only calls, except the fork server and its client. On other systems, the functions for the
+fork server raise, and all other functions of this module work.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def open_sigchld_pipe() -> int:
     """Return a descriptor that becomes readable when a child exits (SIGCHLD)."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # the starting script may have blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})  # a parent process may have blocked this signal
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     return reading
 
@@ -118,7 +118,7 @@ def list_other_thread_names() -> list[str]:
     names = []
     for task in tasks:
         with suppress(OSError):  # the thread has ended
-            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, maybe in a character
+            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, maybe within a character
             names.append(name.decode(errors="replace").strip())
     return names
 
@@ -137,7 +137,7 @@ def find_children(*parents: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):  # the process has ended
-                # pid (name) state parent ...; the name may have any bytes, even parentheses
+                # The file is `pid (name) state parent ...`; the name can contain any bytes, even parentheses.
                 _, parent, *_ = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 if parent in pids:
                     children.add(int(entry.name))
@@ -180,7 +180,7 @@ def read_process_usage(pid: int) -> tuple[float, int] | None:
 def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the number of CPUs that this process may use, given its affinity and the quotas of its control groups."""
     counts = [len(os.sched_getaffinity(0)) if uses_linux_calls() else os.cpu_count() or 1]
-    with suppress(OSError, ValueError, ArithmeticError):  # version 1, in a container
+    with suppress(OSError, ValueError, ArithmeticError):  # control groups v1, in a container
         quota, period = (int(_read_kernel_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
             counts.append(math.ceil(quota / period))
@@ -198,7 +198,7 @@ class MemoryLimit:
         self._folders = list(iter_control_groups("memory", root, own))
 
     def read_limit(self) -> int:
-        """Return the lowest limit in bytes, of the control groups and the machine's memory."""
+        """Return the lowest of the control groups' limits and the machine's memory, in bytes."""
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
@@ -207,7 +207,7 @@ class MemoryLimit:
         return next(self._iter_values("memory.peak", "memory.max_usage_in_bytes"), 0)
 
     def count_oom_kills(self) -> int:
-        """Return how many processes the kernel killed for lack of memory: in the control group, else on the machine."""
+        """Return the number of OOM kills by the kernel: in the control group or, if that is unknown, on the machine."""
         names = ("memory.events", "memory.oom_control")
         for path in (*(f"{folder}/{name}" for folder in self._folders[:1] for name in names), "/proc/vmstat"):
             with suppress(OSError, ValueError, IndexError):  # no such file, or no such line
@@ -248,7 +248,7 @@ _SOCKET_TABLES = (("/proc/net/tcp", ("127.0.0.1", "0.0.0.0")), ("/proc/net/tcp6"
 
 
 def copy_range(source: int, file: int, length: int, offset: int) -> int:
-    """Append up to `length` bytes of `source`, from `offset` on, to `file`; return how many, 0 at the end of `source`.
+    """Append up to `length` bytes of `source`, from `offset` on, to `file`; return their number (0 at the end).
 
     If possible, the kernel or the file server copies the bytes; XFS and Btrfs share the blocks.
     """

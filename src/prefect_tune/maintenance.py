@@ -166,7 +166,7 @@ class MaintenanceReport(RenamedMembers):
         pruned_count = sum(experiment.pruned_count for experiment in self.experiments)
         skipped_text = f"; {pluralize(len(self.skipped), 'item', 'items')} not checked" if self.skipped else ""
         deleted_text = f", {format_size(self.collected_bytes)} {would}deleted"
-        if self.dry_run and pruned_count:  # checkpoints share bytes, so a dry run cannot tell how many become free
+        if self.dry_run and pruned_count:  # checkpoints share bytes, so it is unknown how many bytes become free
             deleted_text = f"; their bytes and {format_size(self.collected_bytes)} more would be deleted"
         return (
             f"{pluralize(len(self.experiments), 'experiment', 'experiments')}: "
@@ -284,7 +284,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share. Publish damage before the quarantine, since later runs do not find it again."""
+    """Read the daily share. Publish damage before the quarantine, since later runs skip quarantined checkpoints."""
     if options.daily_share is None:
         return
     result = verify_checkpoints(options.target, journal, options.daily_share, options.max_bytes, options.until)
@@ -363,7 +363,7 @@ def delete_experiment(
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
         even_if_running: delete the experiment even if a run may own it; that run ends with `Superseded`.
-        dry_run: make the same checks, but delete nothing.
+        dry_run: check everything as usual, but delete nothing.
 
     Raises:
         InvalidInput: there is no such experiment, or a run may own it; nothing was deleted.
@@ -372,14 +372,14 @@ def delete_experiment(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     resolved = resolve_existing(target)
-    owner, stamp = make_process_owner(), new_write_stamp()  # the same in each try, so that a retry is the same deletion
+    owner, stamp = make_process_owner(), new_write_stamp()  # the same in all tries, so that a retry is recognized
 
     def inspect_experiment(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
         # A folder without a journal is no experiment, and is not deleted.
         if (journal := find_generation_to_delete(store, validate_name(experiment))) is None:
             raise InvalidInput(no_experiment_message(store, experiment, resolved.uri))
         trials: Collection[str] = ()
-        if not is_generation_deleted(store, journal):  # otherwise, an interrupted deletion has left objects
+        if not is_generation_deleted(store, journal):  # else an interrupted deletion has left objects
             state = load_experiment(store, journal)
             if not (even_if_running or state.is_being_deleted):
                 _require_no_live_run(store, state, resolved)

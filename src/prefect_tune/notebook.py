@@ -53,11 +53,11 @@ class CellStatus(StrEnum):
 
 
 Draw: TypeAlias = "Callable[[CellStatus, str], tuple[str, str]]"
-"""Returns the output as HTML and as one line of text, from the status and the error message of a failure."""
+"""Returns the output as HTML and as one line of text, for a status and the error message (empty without a failure)."""
 
 
 class CellOutput:
-    """A display in the cell that created it, updated by its id. May be called from any thread."""
+    """A display in the cell in which this object was created. `show` may be called from any thread."""
 
     def __init__(self, html: str, text: str) -> None:
         from IPython.display import display
@@ -110,7 +110,7 @@ def showing_search_output(flow: str) -> Iterator[None]:
 def live_output(
     output: CellOutput, draw: Draw, on_error: Callable[[Exception], None], stop: threading.Event
 ) -> Iterator[None]:
-    """Show the result of `draw` during the `with` block, at most once a second, and the final status afterwards.
+    """Show the result of `draw` in the cell, updated at most once a second during the `with` block, and once after it.
 
     A thread calls `draw`, and uses at most 5 % of a CPU. `on_error` receives errors of `draw` or the kernel. After an
     error, only the final status is drawn.
@@ -137,7 +137,7 @@ def live_output(
                 on_error(error)
             ended.wait()
 
-    context = copy_context()  # the kernel finds the cell by the thread's context
+    context = copy_context()  # by this context, the kernel finds the cell to which the thread's output belongs
     thread = threading.Thread(target=context.run, args=(run_display,), name="cell-output", daemon=True)
     thread.start()
     try:
@@ -155,7 +155,7 @@ def live_output(
         thread.join(_END_TIMEOUT.total_seconds())
 
 
-# The kernel and its log.
+# Detect a notebook, and hide Prefect's log lines in it.
 
 
 def can_show_html(environment: Mapping[str, str] = os.environ) -> bool:
@@ -201,7 +201,7 @@ def quiet_console() -> Iterator[None]:
                 console.is_jupyter = is_jupyter
 
 
-# Tables as in a terminal, and the learning curves of results.
+# Render trials and progress as the tables of a terminal, and results with their learning curves.
 
 _TERMINAL_WIDTH = 120
 _TERMINAL_HEIGHT = 34
@@ -244,7 +244,7 @@ def render_progress_html(state: ProgressState, status: CellStatus, error: str, l
 CurvePoints: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
 """Learning curves: by trial and metric, the steps with their values."""
 ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], CurvePoints]"
-"""Reads the learning curves of these trials, for these metrics."""
+"""Reads the learning curves of the given trials (first argument), for the given metrics (second argument)."""
 MAX_ROWS = 20
 _MAX_METRICS = 4
 

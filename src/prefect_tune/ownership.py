@@ -1,17 +1,17 @@
-"""Ownership of experiments by flow runs: only the owner writes the journal, in the term that its takeover began.
+"""Ownership of experiments by flow runs: only the owner writes the journal; each takeover begins a new term.
 
-    a search, a training    one process: `make_next_owner` returns the owner that may take over; its attempts write
+    a search, a training    one process: `make_next_owner` returns the owner that may take over; the attempts write
                             the journal through this process, or post to outboxes that this process reads
     a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
                             each task writes one entry after another by `append_entry_after_newer`
 
-No process watches a run. The next run that takes over the journal owns it, without negotiation. The exception is a
+No process watches a run. The next run takes over the journal without asking the present owner. The exception is a
 scheduled run, which ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive by the owner's state
 and heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have
 crashed. `terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
 
-The tasks have no memory, so they read from the journal whether their flow run owns the experiment, has lost it, or has
-never owned it. Each takeover names the flow run and its run count. A run that lost the experiment never takes it back.
+The tasks of a user's own flow have no memory, so they read from the journal whether their flow run owns the experiment,
+has lost it, or never owned it: each takeover names the flow run and its run count. No run retakes a lost experiment.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ MAX_WRITE_RACES = 16
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
 _write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-"""By target and experiment: a lock that serializes the writes of this process, for targets without create-if-absent."""
+"""By target and experiment: a lock, since two writes of this process could collide without create-if-absent."""
 _Result = TypeVar("_Result")
 
 
@@ -104,24 +104,24 @@ def check_target(target: StorageTarget) -> TargetCheck:
     return check
 
 
-# The experiment of a call that names no experiment.
+# Choose the experiment's name for a call that passes none.
 
 _root_targets: dict[str, str] = {}
-"""By root run: the target of the first call without a name. Its experiment has the root's id as its name."""
+"""By the id of a root run: the target of the first call without a name, whose experiment has this id as its name."""
 _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 """By target and experiment: the last caller in this process that claimed the name, with its task and try."""
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
-    """Return `plan` with a name, since its call gives none; each repetition of the call gets the same name.
+    """Return `plan` with a name for its experiment, since its call passes none; a repeated call gets the same name.
 
     For each experiment of a root run, a document identifies the call that claimed the name, by the call's location and
     a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
     and a digest of its number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: a retry could not distinguish this call from a running call; or this call may be the changed form
-            of a call of an earlier try, whose experiment is unfinished, and not claimed by a call of this try.
+        InvalidInput: a retry could not distinguish this call from a running call; or no call of this try has claimed
+            an unfinished experiment of an earlier try, so this call may be a changed form of the call that began it.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -168,7 +168,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     return plan.with_changes(experiment=name)
 
 
-# The flow run of a search or a training, which must be neither in a crash loop, nor beside a live owner.
+# Make the owner for a search or a training; reject a run in a crash loop, and a scheduled run beside a live owner.
 
 
 def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
@@ -202,7 +202,7 @@ def make_next_owner(state: Experiment, max_restarts: int) -> Owner:
 
 
 def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
-    """Cancel this scheduled run if the last run is alive, since a takeover would lose the last run's unsaved steps."""
+    """If this run is scheduled and the last run is alive, cancel this run, as a takeover would lose unsaved steps."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not run.auto_scheduled or owner.flow_run is None:
@@ -217,7 +217,7 @@ def _cancel_if_owner_alive(experiment: str, owner: Owner) -> None:
             raise Abort(reason)
 
 
-# All tasks of one flow run of a user's own flow.
+# Take over an experiment, and write its journal, for all tasks of one flow run of a user's own flow.
 
 
 def make_run_owner() -> Owner:
@@ -241,7 +241,7 @@ class _AlreadyOwnedError(Exception):
 
 
 def ensure_ownership(target: StorageTarget, experiment: str) -> Experiment:
-    """Take over the experiment for this flow run, unless an earlier task of the run has done so; return its state.
+    """Take over the experiment for this flow run, unless an earlier task has done so; return the experiment's state.
 
     From then on, writes of other flow runs, and of earlier tries of this flow run, fail.
 
@@ -357,8 +357,8 @@ def write_if_unchanged(target: StorageTarget, before: Experiment, trial: str, ev
 def make_trial_entry_writer(trial: str) -> EntryWriter:
     """Return a function that journals the events of an attempt of `trial` while other tasks of this run may write too.
 
-    The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended; and
-    `SaveOvertaken` if another task has committed or retired a checkpoint of the trial after a save in the events began.
+    The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended. It raises
+    `SaveOvertaken` if, during a save in the events, another task has committed or retired a checkpoint of the trial.
     """
 
     def write(
@@ -407,7 +407,7 @@ def _make_restart_events(trial: Trial, reason: Reason) -> Sequence[Event]:
 
 
 def make_rollback_events(trial: Trial, deleted: Sequence[CheckpointRef]) -> Sequence[Event]:
-    """Return the events that restart a running trial at an earlier checkpoint if its newest one is in `deleted`."""
+    """Return the events that restart a running trial at an earlier checkpoint if the newest one is in `deleted`."""
     newest = newest_checkpoint(trial)
     if trial.phase is not Phase.RUNNING or newest is None or newest not in deleted:
         return []

@@ -1,4 +1,4 @@
-"""The names of the schedulers, searches and stoppers in JSON, in forms and on the command line; none is imported."""
+"""The names of schedulers, searches and stoppers in JSON, in forms and on the command line. Imports none of them."""
 
 from collections.abc import Mapping
 

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 ArrowTable: TypeAlias = Any
-"""A `pyarrow.Table`. Pyarrow has no types, and a strict type checker would report each use of an unknown type."""
+"""A `pyarrow.Table`. The type is `Any` because pyarrow has no types, and strict type checkers would report each use."""
 DataFrame: TypeAlias = Any
 """A `pandas.DataFrame`. The type is `Any` because pandas may not be installed."""
 
@@ -130,10 +130,10 @@ def _choose_objective(
 
 
 class Trials(Mapping[str, Trial]):
-    """The trials of an experiment by name; printed, or displayed in a notebook, as a table of the first 20."""
+    """The trials of an experiment by name. `print` and a notebook show the first 20 of them as a table."""
 
     def __init__(self, trials: Mapping[str, Trial], metrics: Sequence[str] = ()) -> None:
-        """Args: metrics: the metrics to show. Default: all."""
+        """Args: metrics: the metrics to show. Default: the metrics of the first trial that has reported any."""
         self._trials = trials
         self._metrics = metrics
 
@@ -223,8 +223,8 @@ class Results:
         Args:
             metric: the metric to compare by; further metrics break ties. Default: the metric of the search.
             mode: the mode of `metric`, see `load_results`.
-            scope: what represents a trial: its last report (`"last"`, also used by `show`), its best report (`"all"`),
-                the mean of all reports (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
+            scope: which reports of a trial are compared: the last (`"last"`, as in `show`), the best (`"all"`), the
+                mean of all (`"avg"`), or the mean of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -233,7 +233,7 @@ class Results:
 
     @property
     def best_trials(self) -> Sequence[Trial]:
-        """The trials that no other trial dominates, by their last reports.
+        """The trials that no other trial dominates, compared by their last reports.
 
         With several metrics, these are the Pareto front, sorted by the first metric. Raises like `best_trial`.
         """
@@ -314,8 +314,8 @@ class Results:
     ) -> str:
         """Write a checkpoint to a directory, with its trial's configuration and metrics; return the directory's path.
 
-        The configuration is in `config.json` and the metrics are in `metrics.json`; if the checkpoint itself has a
-        file of that name, in `trial-config.json` or `trial-metrics.json`.
+        The configuration is in `config.json` and the metrics are in `metrics.json`. If the checkpoint itself has a
+        file with such a name, `trial-config.json` or `trial-metrics.json` is used.
 
         ```python
         results.export("best-model")
@@ -350,8 +350,8 @@ class Results:
         """Return the checkpoint with the best metrics, of one trial or of all; None if no checkpoint has the metrics.
 
         Its trial may differ from `best_trial`, since that method compares last reports. With several metrics, further
-        metrics break ties. Among equal checkpoints, the trial that was proposed first wins, then the oldest checkpoint.
-        `Retention(best=1)` keeps the same checkpoint.
+        metrics break ties. If checkpoints are equal, return the oldest one of the trial that was proposed first.
+        Of a trial's checkpoints, `Retention(best=1)` keeps the same one.
 
         ```python
         checkpoint = results.best_checkpoint(metric="accuracy", mode="max")
@@ -461,7 +461,7 @@ _MetricsByTrial = Mapping[str, Sequence[Mapping[str, object]]]
 
 
 def no_ranking_reason(trials: Collection[Trial], objective: Objective, scope: Scope, curves: _MetricsByTrial) -> str:
-    """Return why none of the trials can be ranked by `scope`; `curves` has all reports of all trials."""
+    """Return the reason why no trial can be ranked by `scope`; `curves` has all reports of all trials."""
     for trial in trials:
         for name in objective.metrics:
             if kind := describe_non_number(value := get_metric(trial.metrics, name)):

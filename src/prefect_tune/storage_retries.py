@@ -31,7 +31,7 @@ _Argument = TypeVar("_Argument")
 _Out = TypeVar("_Out")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
-_MAX_FIRST_RETRIES = 5  # until a run's first success; pauses of 31 s in total, since a user may be waiting
+_MAX_FIRST_RETRIES = 5  # before a run's first success: pauses of 31 s in total, because a user may be waiting
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 _abandoned_event: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)
@@ -48,7 +48,7 @@ def setting_context_variable(variable: ContextVar[_Argument], value: _Argument) 
 
 
 def stopping_retries_on(abandoned: threading.Event) -> AbstractContextManager[None]:
-    """Stop all retries in this context once `abandoned` is set, because the exiting process waits for its threads."""
+    """Stop all retries in this context once `abandoned` is set, because retrying threads would delay the exit."""
     return setting_context_variable(_abandoned_event, abandoned)
 
 
@@ -119,7 +119,7 @@ def with_retries(
     pauses_seconds: Sequence[float] | None = None,
     work: str = "",
 ) -> _Out:
-    """Return `act()`, retried like a task; for work that is too small for a task run. Log lines begin with `work`."""
+    """Return `act()`, with the retries of a task, for work too small for a task run. Log lines begin with `work`."""
     default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_RETRIES]
     for pause_seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
@@ -135,7 +135,7 @@ def with_retries(
 
 
 def with_store(target: StorageTarget, act: Callable[[ObjectStore], _Out], timeout: timedelta = READ_TIMEOUT) -> _Out:
-    """Return `act(store)`, retried like `with_retries`. Each try opens the target again, and may take `timeout`."""
+    """Return `act(store)`, with the retries of a task. Each try opens the target again, and can take `timeout`."""
 
     def act_on_store() -> _Out:
         with target.open(timeout=timeout) as store:
@@ -156,14 +156,14 @@ def get_run_log() -> Log:
 TASK_RETRY_OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,
-    "refresh_cache": True,  # else Prefect queries its result storage, with a request for each task run if it is remote
+    "refresh_cache": True,  # else each task run would ask Prefect's result storage, which can be remote
     "retries": len(_PAUSES_SECONDS),
     "retry_delay_seconds": list(_PAUSES_SECONDS),
     "retry_jitter_factor": _JITTER,
     "retry_condition_fn": should_retry,
 }
 
-# Options of the tasks of a user's own flow that store its training.
+# Options of the tasks that store the training of a user's own flow.
 REFUSAL_RETRY_OPTIONS: dict[str, Any] = {**TASK_RETRY_OPTIONS, "retry_condition_fn": should_retry_with_refusals}
 
 # Options of a flow run's first task.

@@ -205,7 +205,7 @@ class LastForm:
 
 
 def is_flow_run_resumable() -> bool:
-    """Return whether *Resume* can start this flow run again, since the run has a deployment and is not a subflow."""
+    """Return whether *Resume* can start this flow run again: it must have a deployment, and not be a subflow."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return current_deployment_id() is not None and run is not None and run.parent_task_run_id is None
@@ -227,7 +227,7 @@ def suspend_with_form(form: InputForm) -> NoReturn:
 def read_last_form() -> LastForm | None:
     """Return the last form of this flow run, and the answer to the form; None if the run was never suspended.
 
-    The form is found through the states of the run: Prefect lists all states, but only the oldest 200 inputs.
+    The form is found through the states of the run, because Prefect lists all states, but only the oldest 200 inputs.
     """
     if not is_flow_run_resumable():
         return None
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults, which `with_initial_data` would set without titles and descriptions."""
+    """Return the form with these defaults. `with_initial_data` could set them, but without titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -419,7 +419,7 @@ class ResumeQuestion:
 
 
 def apply_answers(segment: RunSegment, question: ResumeQuestion, form: LastForm | None) -> RunSegment:
-    """Apply the answers of this flow run, which may be new, retried or resumed, and return the new segment.
+    """Apply the answers of this flow run, and return the new segment. The run may be new, retried or resumed.
 
     Args:
         segment: has the plan, and the experiment if it has been read.
@@ -462,7 +462,7 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
     if not is_flow_run_suspended():
         return
     if not is_flow_run_resumable():
-        raise Pause(state=get_suspension_state())  # keep the run's state
+        raise Pause(state=get_suspension_state())  # without a form; this keeps the state that the run has
     suspend_with_form(question.make_form(plan, state, ""))
 
 
@@ -482,12 +482,12 @@ def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: in
 
 @contextmanager
 def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
-    """Let a superseded process leave the state of the flow run to its successor; if interrupted, log how to resume.
+    """Let a superseded process end without setting the flow run's state; after an interruption, log how to resume.
 
-    The successor is a new process of the same flow run. On SIGTERM or Ctrl-C, a log line says what can be resumed.
+    A new process of the same flow run then sets the state. On SIGTERM or Ctrl-C, a log line says what can be resumed.
 
     Raises:
-        Abort: instead of `Superseded`, if the new owner is the same flow run.
+        Abort: instead of `Superseded`, if the new owner is another process of the same flow run.
         KeyboardInterrupt: after Ctrl-C. The log line is the message of this error, so that Python prints it last.
     """
     try:
@@ -508,7 +508,7 @@ def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
             get_run_logger().warning("%s", message)
             flush_log()
-        if is_interrupt:  # the last line of a script, and the message of the run's state
+        if is_interrupt:  # the message is the last line of a script, and is in the run's state
             raise KeyboardInterrupt(message) from None
         raise
 
@@ -532,7 +532,7 @@ def format_resume_advice(state: Experiment) -> str:
 
 
 def prepare_search_segment(plan: SearchPlan, experiment: Experiment | None) -> RunSegment:
-    """Return the segment for a starting flow run of a search; apply the answers, and the samples that the run adds."""
+    """Return the segment for a starting flow run of a search; its plan includes the answers and the added samples."""
     form = read_last_form()
     if form is None and plan.samples_per_run is None:
         plan = plan if experiment is None else plan_checks.with_default_samples(plan, experiment)
@@ -575,11 +575,11 @@ def _make_search_form(plan: SearchPlan, state: Experiment, retry_reason: str) ->
 
 
 SEARCH_QUESTION = ResumeQuestion(_get_search_limits, _extend_search, _make_search_form)
-"""How a suspended search continues."""
+"""Asks how a suspended search continues."""
 
 
 def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
-    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if none was chosen."""
+    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if the user chose none."""
     if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()
@@ -589,7 +589,7 @@ def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice
 
 
 def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) -> Sequence[Event]:
-    """Return the event of the new answer and the events that apply the answer; () if the journal has the answer.
+    """Return the event of the new answer and the events that apply the answer; () if there is no new answer.
 
     The caller writes all these events in one entry, so that a kill cannot separate them.
     """
@@ -602,7 +602,7 @@ def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) 
     name = trial.id
     if choice.action == "stop here" and trial.phase not in ENDED_PHASES:
         events.append(TrialFinished(trial=name, reason=STOPPED_ON_RESUME, kind=FinishKind.STOPPED))
-    elif choice.action == "other checkpoint":  # the clone of an earlier checkpoint is the newest
+    elif choice.action == "other checkpoint":  # clone it, so that the clone is the newest checkpoint
         step = choice.checkpoint
         clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
         reason = make_reason("went-back", step=step)
@@ -658,4 +658,4 @@ TRAINING_QUESTION = ResumeQuestion(
     _make_training_form,
     _unusable_checkpoint_reason,
 )
-"""How a suspended training continues."""
+"""Asks how a suspended training continues."""

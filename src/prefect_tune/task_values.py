@@ -130,7 +130,7 @@ class SyncStateArguments(TrialArguments):
     reason: str
 
 
-# Warn if a name is new on a target and similar to an existing name, since it may be misspelled.
+# Warn if a name is new on a target and similar to an existing name, since the new name may be misspelled.
 
 _MIN_SIMILARITY = 0.75
 """Two names that are at least as similar as `slow` and `slwo` may be spellings of one name."""
@@ -140,7 +140,7 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def make_similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
-    """Return `; did you mean 'slow'?` if `target` has a similar experiment; return "" if not, or after 5 s."""
+    """Return `; did you mean 'slow'?` if `target` has a similar experiment; "" if none is found within 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
         return _format_similar_name_hint(experiment, list_experiment_names(store))
     return ""
@@ -156,7 +156,7 @@ def format_misspelling_warning(target: StorageTarget, state: Experiment, trial: 
 
 
 def _format_similar_name_hint(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean 'slow'?` for a similar name in `names`; ignore names of the same series."""
+    """Return `; did you mean 'slow'?` for a similar name in `names`; ignore names of one series (`_SERIES_PART`)."""
     series = _SERIES_PART.sub("", name)
     return did_you_mean(name, (other for other in names if _SERIES_PART.sub("", other) != series), _MIN_SIMILARITY)
 
@@ -205,7 +205,7 @@ class TrialState(Value):
     status: Status
     """`completed`, `pruned`, `interrupted`, `errored`, `running`, `paused` or `pending`."""
     reason: str
-    """The reason for this status, or for the end of the last attempt; empty if no attempt has ended."""
+    """The reason for this status, or for the end of the last attempt; empty during an attempt, and before the first."""
     step: int
     """The newest step; repeated steps count once."""
     metrics: Mapping[str, Any]
@@ -241,7 +241,7 @@ class ExperimentState(Value):
 def make_committed_checkpoint(
     target: StorageTarget, folder: TrialKey, checkpoint: CheckpointRef, sent_bytes: int | None = None
 ) -> CommittedCheckpoint:
-    """Return the public value of a checkpoint of the trial `folder`."""
+    """Return a checkpoint of the trial `folder` as the value that tasks return to users."""
     return CommittedCheckpoint(
         experiment=folder.experiment,
         trial=folder.trial,

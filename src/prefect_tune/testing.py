@@ -57,7 +57,7 @@ def without_server() -> Iterator[None]:
         changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async_request))
         changes.enter_context(patch("prefect.events.utilities.should_emit_events", return_value=False))
         changes.enter_context(patch.object(FlowWithServer, "__call__", _run_flow))
-        # Apply no concurrency limits, since an attempt with tags would wait for the server, which has the limits.
+        # Ignore concurrency limits, which are on the server: an attempt with tags would wait for the server forever.
         changes.enter_context(patch.object(task_runs, "_holding_slots", lambda *_: nullcontext()))
         yield
 
@@ -100,7 +100,7 @@ def _run_flow(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any
     return returned
 
 
-with suppress(ImportError):  # the fixture is for tests; the rest needs no pytest
+with suppress(ImportError):  # without pytest, only the fixture is missing
     import pytest
 
     @pytest.fixture

@@ -31,7 +31,7 @@ _MOUNTS_WITHOUT_OWNERS = ("fuse", "cifs", "smb3", "smbfs")
 
 
 def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
-    """Return why other users may have written the files in `folders` below `root`; None if they cannot.
+    """Return why other users may have written the files in `folders` below `root`; None if they cannot have.
 
     The administrator (user 0) counts as this user, and so does a group whose only member is this user. FUSE and SMB
     mounts do not show who can write to them, so files there always count as shared. The check covers every folder from
@@ -82,8 +82,8 @@ def _shared_folder_reason(root: Path, folder: str) -> str | None:
 def _shared_path_reason(path: Path, *, is_above: bool = False) -> str | None:
     """Return why other users can write to `path`; None if they cannot.
 
-    Above the root of a target, accept links, and accept sticky folders such as `/tmp`, to which other users can add
-    names, but in which they cannot replace existing names.
+    Above the root of a target, accept links and sticky folders: in a sticky folder, such as `/tmp`, other users can add
+    names, but cannot replace existing ones.
     """
     status = path.lstat()
     if status.st_uid not in {0, os.geteuid()}:
@@ -138,7 +138,7 @@ def find_code_choices(settings: Mapping[str, object], earlier_sources: Collectio
 
     Args:
         settings: the settings in the journal.
-        earlier_sources: the sources of earlier warm starts; the search does not open them again.
+        earlier_sources: the sources of earlier warm starts; these are skipped, since the search does not reopen them.
 
     Raises:
         InvalidInput: the search space in the settings is invalid.
@@ -225,13 +225,13 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""For each option, the function that finds code and locations in its value. All are of `StoredKind.CHOICE`."""
+"""For each option of `StoredKind.CHOICE`, the function that finds the code and locations in the option's value."""
 
 
 # Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables.
 #
-# A user who can write to a target can write a journal there. So a journal is trusted only with one of these: the
-# target's `signing_key`, a local folder that only this user can write to, or trusted packages.
+# A user who can write to a target can write a journal there. So a journal is trusted only if it is signed with the
+# target's `signing_key`, is in a local folder that only this user can write to, or names only trusted packages.
 
 TRUSTED_PACKAGES_VARIABLE = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable with the trusted packages of a machine or a work pool, separated by commas."""
@@ -268,7 +268,7 @@ def require_trusted_code(
         UnsafePayload: a choice is not trusted. The message says what to pass.
     """
     key = target.signing_secret
-    # With a key, list all warm starts, since the record of earlier ones is not signed, and others could change it.
+    # With a key, check earlier warm starts, too: the record of them is not signed, so other users could change it.
     sources = state.warm_starts if key is None else ()
     choices = [choice for choice in find_code_choices(state.settings, sources) if choice.parameter not in passed]
     if not choices:
@@ -303,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why other users may have written the journal, or a journal of an origin; None if they cannot."""
+    """Return why other users may have written the journal, or a journal of an origin; None if they cannot have."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:

@@ -1,11 +1,11 @@
-"""One attempt of a trial: restore its newest valid checkpoint, train, and journal how it ended.
+"""One attempt of a trial: restore the trial's newest valid checkpoint, train, and journal how the attempt ended.
 
     restore ──► AttemptStarted ──► process ══ reports, checkpoints ══► outcome ──► journal
                                       └─ supervisor (this thread)  └─ commit worker (another thread)
 
 The request carries the trial's state; the attempt journals every change of that state (`search_channel`). No process
-trains before `AttemptStarted` is durable, no end is journaled before an earlier save, and no trial starts from scratch
-because all its checkpoints are unusable.
+trains before `AttemptStarted` is durable, and no end is journaled before the saves that precede it. A trial whose
+checkpoints are all unusable does not start from scratch: the attempt raises `ResumeFailed`.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Attempt:
     def run(self) -> AttemptResult:
         """Train, and journal how the attempt ended.
 
-        Each reported checkpoint is uploaded, then committed, then acknowledged to the trial. A retry of the task is a
-        new attempt, unless the trial has ended.
+        Each reported checkpoint is uploaded, then committed, then acknowledged to the trial. A retry of the Prefect
+        task is a new attempt, unless the trial has ended.
 
         Raises:
-            Superseded: another process owns the experiment or trains the trial, so this attempt has killed its process;
-                or the experiment that requested the attempt was deleted.
+            Superseded: another process owns the experiment or trains the trial, so this attempt has stopped its
+                training; or the experiment that requested the attempt was deleted.
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
         """
@@ -133,7 +133,7 @@ class Attempt:
                         else:
                             group.end_all_ranks()
                             commit_worker.queue_end(outcome)
-                        # Do this before the channel closes, because a running save still sends its acknowledgment.
+                        # Close the worker before the channel, which a running save still needs for its acknowledgment.
                         commit_worker.close()
                 except NodesMissingError as error:
                     cause = Cause.PREEMPTED if error.is_stop_requested else Cause.MACHINE
@@ -180,7 +180,7 @@ class Attempt:
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest valid checkpoint; return its folder, or None. Quarantine newer invalid checkpoints."""
+        """Restore the newest valid checkpoint, and quarantine newer ones. Return its folder; None if none exists."""
         spec, name = self.spec, self._trial_name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
@@ -242,7 +242,7 @@ class Attempt:
 
 
 def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
-    """Log the quarantined checkpoints that are newer than the restored checkpoint; nothing else reports them."""
+    """Log the quarantined checkpoints newer than the newest live checkpoint, because nothing else reports them."""
     newest = newest_checkpoint(trial)
     for quarantined in trial.quarantined_checkpoints:
         step, reason = quarantined.checkpoint.step, make_visible(quarantined.reason)
@@ -252,7 +252,7 @@ def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
 
 
 def make_attempt_started(trial: Trial, at: str | None = None) -> AttemptStarted:
-    """Return the event that starts the next attempt of `trial` at the time `at`, from its newest checkpoint."""
+    """Return the event that starts the next attempt of `trial` at the time `at`, from the newest checkpoint."""
     newest = newest_checkpoint(trial)
     return AttemptStarted(
         trial=trial.id,
@@ -283,14 +283,14 @@ class ReportReader:
 
 
 def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial stays finished, because it meets `stopper` or ended for another reason."""
+    """Return whether a finished trial stays finished: it meets `stopper`, or no stop criterion had ended it."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
     return bool(reports) and stopper.stop_reason(reports) is not None
 
 
-# The state of an attempt's task run, and the log of its failure.
+# The final state of an attempt's task run, and the log message of a failed attempt.
 
 NODE_0_SILENT = "FirstNodeSilent"
 """The name of a flow run's final state if the run's node lost contact with node 0."""
@@ -320,7 +320,7 @@ def make_task_state(outcome: Outcome) -> State[Any]:
 
 
 def make_node_state(reason: Reason) -> State[Any]:
-    """Return the final state of the flow run of a node other than node 0; `reason` says why its training ended."""
+    """Return the final state of the flow run of a node other than node 0, on which training ended for `reason`."""
     return states.Completed(name=NODE_0_SILENT if reason.code == "node-silent" else None, message=str(reason))
 
 
@@ -340,5 +340,5 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, owner_term
 
 @lru_cache(maxsize=8)
 def _get_logged_errors(_target: str, _experiment: JournalKey, _owner_term: int) -> dict[str, str]:
-    """Return the errors that this process has logged in one term, each with its first trial; callers add errors."""
+    """Return the errors logged by this process in one term, each with the first trial; callers add to this dict."""
     return {}

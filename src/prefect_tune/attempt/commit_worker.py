@@ -1,12 +1,12 @@
 """The commit worker of an attempt: a thread that saves the attempt's checkpoints and journals its events, in order.
 
-It writes entries with `attempt/search_channel.py`. Queued reports are written every `sync_period_seconds`, and
-immediately if a report needs a decision. The training loop never waits for a journal entry, only for decisions and
-saves (`runtime/session.py`).
+The thread writes entries with `attempt/search_channel.py`. Queued reports are written every `sync_period_seconds`,
+and immediately if a report needs a decision. The training loop never waits for a journal entry, only for decisions
+and saves (`runtime/session.py`).
 
-If the last step has a checkpoint, the trial finishes with the entry after the commit, not with the commit itself,
-because another checkpoint may be quarantined during the save for damage that the new checkpoint shares. No end is
-journaled before an earlier save, and ranks cannot save different files of the same name.
+If the last step has a checkpoint, a separate entry after the commit finishes the trial, because another checkpoint may
+be quarantined during the save for damage that the new checkpoint shares. The end of an attempt is never journaled
+before a save that precedes it, and ranks cannot save different files of the same name.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def make_commit_events(
 
     If the save has found damaged blobs, the events also quarantine the earlier checkpoints that use these blobs. To
     find such checkpoints, the function reads the manifests of the trial's other checkpoints. A failed read is only
-    logged as a warning, because the new checkpoint is complete. `retention` determines what is retired.
+    logged as a warning, because the new checkpoint is complete. `retention` says which checkpoints are retired.
     """
     key, new = save.manifest.key, make_checkpoint_ref(save.manifest)
     retired = find_checkpoints_to_retire(trial, new, retention)
@@ -158,7 +158,7 @@ def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial
 
 
 def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
-    """Call `delete`, and log its error only as a warning, because the next attempt deletes these checkpoints.
+    """Delete retired checkpoints with `delete`; only warn of an error, because the next attempt deletes the rest.
 
     Raises:
         Superseded: the experiment is being deleted, or was deleted.
@@ -176,10 +176,10 @@ def delete_or_warn(delete: Callable[[], object], log: Log) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GroupSave:
-    """A checkpoint with all its parts."""
+    """A checkpoint to save, to which all ranks have added their parts."""
 
     done: StepDone
-    """The report of rank 0, with the directory of the files of rank 0."""
+    """The report of rank 0, with the directory of its files."""
     parts: Mapping[int, Path]
     """The directories of other ranks, by rank."""
     nodes: tuple[int, ...] = ()
@@ -233,7 +233,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
                             "it on one rank only, or put pt.get_trial().rank into the name"
                         )
                     owners.setdefault(path, rank)
-                folders[:] = [name for name in folders if Path(parent, name).exists()]  # do not enter moved links
+                folders[:] = [name for name in folders if Path(parent, name).exists()]  # do not walk into moved links
             remove_directory(part)
 
 
@@ -255,7 +255,7 @@ _LOG_INTERVAL = timedelta(seconds=10)
 # Errors that the trainable causes with the files in its checkpoint directory.
 TRAINABLE_ERRORS = (InvalidInput, StagedFilesChanged)
 RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[ExpectedParts]]
-"""Requests the parts of a checkpoint from these nodes; the end of the `with` block deletes the parts on the target."""
+"""Requests the parts of a checkpoint from some nodes; the end of the `with` block deletes the parts on the target."""
 
 
 class AttemptTasks(Protocol):
@@ -331,7 +331,7 @@ class CommitWorker:
         self._thread.join()
 
     def queue_report(self, report: StepReport, *, awaits_decision: bool = False) -> None:
-        """Queue a report for the next commit or sync; `awaits_decision`: the trial waits for a decision about it."""
+        """Queue a report for the next commit or sync; `awaits_decision` says whether the trial waits for a decision."""
         trial = self._spec.trial.trial
         self._journal.add_report(StepReported(trial=trial, report=report, awaits_decision=awaits_decision))
 
@@ -348,7 +348,7 @@ class CommitWorker:
     def queue_end(self, outcome: Outcome) -> None:
         """Queue the last entry: the remaining reports, then `outcome` with the resource usage of the attempt.
 
-        The entry is not written if a committed checkpoint has already finished the trial.
+        The entry is not written if the entry after a commit has already finished the trial.
         """
         self.outcome = outcome
         self._work.put(self._write_end)
@@ -439,8 +439,8 @@ class CommitWorker:
     def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[SaveResult, Sequence[CheckpointKey]]:
         """Save and commit the checkpoint; save it again whenever other checkpoints of the trial change during the save.
 
-        If the report has a `finish_reason`, journal the end of the trial after the commit.
-        Return the saved checkpoint, and the checkpoints to delete: retired checkpoints and overtaken saves.
+        If the report has a `finish_reason`, journal the end of the trial after the commit. Return the saved checkpoint,
+        and the checkpoints to delete, which are the retired checkpoints and the overtaken saves.
         """
         done, overtaken, name = save.done, list[CheckpointKey](), self._spec.trial.trial
         while True:
@@ -468,7 +468,7 @@ class CommitWorker:
             self.log.warning(warning, saved.manifest.step)
             # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
             self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # without `retired`, because this save retired nothing
+            overtaken.append(saved.manifest.key)  # not `retired` too, because this save has retired nothing
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
@@ -526,7 +526,7 @@ class TrialArtifacts:
         """
         if attempt == 1:
             if isinstance(self._syncer, TargetSyncer) and self._config.upload_dir is not None:
-                # Delete files that an experiment of the same name on another target may have left there.
+                # Delete what an experiment of the same name on another target may have left in `upload_dir`.
                 self._call_syncer(lambda syncer: syncer.delete(self._remote_folder))
         elif not self._call_syncer(self._download):
             self._remote_folder = self._make_remote_path(f"{self._folder}-{attempt}")
@@ -547,7 +547,7 @@ class TrialArtifacts:
         self._call_syncer(lambda syncer: syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS))
 
     def close_syncer(self) -> None:
-        """Wait for running syncs. Call this before the directory is removed, so that no sync uploads half of it."""
+        """Wait for running syncs. Call this before the directory is removed, so that the last sync is complete."""
         self._call_syncer(lambda syncer: syncer.close())
 
     def _make_remote_path(self, folder: str) -> str:
@@ -581,8 +581,8 @@ class TrialArtifacts:
 def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
     """Return the artifact syncer of one attempt; the attempt must close it. None if `config.syncer` is None.
 
-    Each attempt gets its own copy of a user's syncer, since several attempts may run at once. The config's periods are
-    passed only to a class that inherits the constructor of `Syncer`.
+    Each attempt gets its own copy of a user's syncer, since several attempts may run at once. `sync_period` and
+    `sync_timeout` are passed only to a class that inherits the constructor of `Syncer`.
 
     Raises:
         InvalidInput: `config.syncer` is not a syncer, cannot be imported, or cannot be copied.

@@ -1,8 +1,8 @@
 """Turn SIGTERM, Ctrl-C and *Suspend* into a request to save and end, so that they never interrupt a commit.
 
-Trials then have `grace_period_seconds` to save (defaults: `parameters/search_plan.py`, the flows, `tasks/trials.py` and
-`trial_spec.py`). After that time, `attempt/supervisor.py` kills the trials' processes. `tuner/stop_requests.py` handles
-stop requests from other processes.
+Trials then have `grace_period_seconds` to save (the defaults are in `parameters/search_plan.py`, the flows,
+`tasks/trials.py` and `trial_spec.py`). After that time, `attempt/supervisor.py` kills the trials' processes.
+`tuner/stop_requests.py` handles stop requests from other processes.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _ABANDON_TIMEOUT_SECONDS = 1.0
 
 
 def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta, poll_interval: timedelta) -> _T:
-    """Run `work(stop)` in a thread and return its result; a signal sets `stop`, and is raised when `work` has ended.
+    """Run `work(stop)` in a thread and return its result. A signal sets `stop`; its exception is raised at the end.
 
     The signal handlers of Prefect and Python stay in place, and raise an exception in the main thread. That thread
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
-    the caller is another thread, the exception is raised there, and the main thread gets the signal later
+    the caller is another thread, the exception is raised in that thread, and the main thread gets the signal later
     (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
-    `work` still runs. From then on `work` does not retry, because the process waits for its threads at exit. A second
+    `work` still runs. From then on `work` retries nothing, because the process waits for its threads at exit. A second
     Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for
     example because its target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
-    Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned. The
-    caller reads the reason from `is_flow_run_suspended()`. If the reader of this process's log exits, `work` continues.
+    Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned, and
+    `is_flow_run_suspended()` tells the caller why. If the reader of this process's log exits, `work` continues.
     """
     ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
                 stop.set()
                 _wait_for_work(done, grace)
             except KeyboardInterrupt:
-                abandoned.set()  # each supervisor kills its trial
+                abandoned.set()  # makes each supervisor kill its trial
                 _abandon_work(done)
                 raise
             finally:
@@ -99,13 +99,13 @@ def flush_log() -> None:
     """Send the queued log lines to the Prefect server; take 5 s at most.
 
     Prefect sends them every 2 s and at the interpreter's exit. After SIGTERM there is no such exit, because Prefect
-    raises the signal again with the default handler. And a cancelled run is killed after 30 s.
+    raises the signal again with the default handler, and because a cancelled run is killed after 30 s.
     """
     APILogHandler().flush()
 
 
 def _wait_until_done(done: Future[_T], seconds: float = math.inf) -> bool:
-    """Wait up to `seconds` for `done`; return whether it is done. Raise signals that are held for this thread.
+    """Wait up to `seconds` for `done`; return whether `done` is done. Raise signals that are held for this thread.
 
     Wait in slices of 0.1 s, because Python handles a signal that arrives just before a wait only after that wait.
     """
@@ -144,9 +144,9 @@ def _abandon_work(done: Future[_T]) -> None:
 
 
 def _exit_unless_done(done: Future[_T], known_threads: frozenset[threading.Thread]) -> None:
-    """End the process with SIGINT, at the interpreter's exit, if `done` is not done within 1 s.
+    """At the interpreter's exit, wait 1 s for `done`; if it is still not done, end the process with SIGINT.
 
-    First join the threads that are not in `known_threads`, because a script that caught the interrupt started them.
+    First join the threads that are not in `known_threads`, because the script started them after the interrupt.
     """
     logging.raiseExceptions = False  # otherwise each late log call prints that Prefect can no longer send the line
     if not _wait_until_done(done, _ABANDON_TIMEOUT_SECONDS):

@@ -11,8 +11,8 @@ Node 0 waits for the other nodes and uses their ranks like local ranks, through 
 outbox, decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
 `NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
-`recv` is never called, because it unpickles. Node 0 accepts no rank of an earlier attempt, no second process of a node,
-and no part that it has not requested. No wait for a node is unlimited.
+No message from another node is unpickled. Node 0 accepts no rank of an earlier attempt, no second process of a node,
+and no part that it has not requested. Each wait for a node has a time limit.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
 
 
 def _make_connection(sock: socket.socket) -> Connection:
-    """Turn a socket into a connection. Reads time out after 10 s, since the other side may hang, or be no node."""
+    """Turn a socket into a connection. Reads time out after 10 s, since the other side may hang, or not be a node."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
     return Connection(sock.detach())
 
@@ -148,7 +148,7 @@ class NodeConnection:
         return thread
 
     def _send_messages(self) -> None:
-        with suppress(OSError):  # the reader gets the same error
+        with suppress(OSError):  # the reading thread gets the same error, and reports it
             while True:
                 try:
                     message = self._messages.get(timeout=HEARTBEAT_INTERVAL.total_seconds())
@@ -157,7 +157,7 @@ class NodeConnection:
                 if message is None:
                     break
                 self._connection.send_bytes(message.model_dump_json().encode())
-            # Let the other side close. If this side closed first, a late message could make the other side lose data.
+            # Do not close yet: a message that arrives after a close resets the connection; the other side loses data.
             with self._duplicate_socket() as sock:
                 sock.shutdown(socket.SHUT_WR)
 
@@ -330,7 +330,7 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # A second process of one node, or a late node: ignore its messages and its end.
+        # This is a second process of one node, or a late node, so ignore its messages and its end.
         rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
         rejected.send(GroupEnded())
         rejected.close()
@@ -396,7 +396,7 @@ class _RemoteRankChannel(TrialChannel):
 
     def forward_message(self, message: bytes) -> None:
         """Pass a message of the rank to the supervisor."""
-        with suppress(OSError):  # the attempt is over
+        with suppress(OSError):  # the attempt is over, so the supervisor no longer reads
             self._far_end.send_bytes(message)
 
     def on_node_lost(self, reason: Reason) -> None:
@@ -496,7 +496,7 @@ class _WorkerNode:
     ) -> None:
         self._spec, self._request, self._key, self._connection, self._node = spec, request, key, connection, node
         self._channel, self._tasks, self._log = channel, tasks, log
-        self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # a reason if node 0 is lost
+        self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # gets a reason if node 0 is lost
         self._end_reason: Reason | None = None
         self._is_stop_forwarded = False
         self._first_rank = 0
@@ -546,7 +546,7 @@ class _WorkerNode:
                 restored = None
                 if begin.restored is not None:
                     restored = str(self._tasks.restore_checkpoint(begin.restored, scratch / "restored"))
-                local = {  # the code comes from the parameters of this node, never from the target
+                local = {  # the code to run comes from this node's own parameters, never from node 0
                     "trainable": self._spec.trainable,
                     "stopper": self._spec.stopper,
                     "import_path": get_absolute_sys_path(),
@@ -583,7 +583,7 @@ class _WorkerNode:
                     case ToRank(rank=rank, message=to_trial) if 0 <= rank - self._first_rank < group.world_size:
                         group.send_to_rank(rank - self._first_rank, to_trial)
                     case SendPart() as wanted:
-                        # In a daemon thread, because a target that does not respond must not delay this node's end.
+                        # Upload in a daemon thread, because an unresponsive target must not delay this node's end.
                         threading.Thread(target=copy_context().run, args=(self._send_part, wanted), daemon=True).start()
                     case GroupEnded():
                         self._end_reason = make_reason("attempt-over")
@@ -615,12 +615,12 @@ class _WorkerNode:
                 with_store(self._spec.target, lambda store: _upload_part(store, wanted, directory, sender), timeout)
             except TuneError as error:
                 if self._end_reason:
-                    return  # the scratch directory is being removed
+                    return  # the files are gone, because the scratch directory is being removed
                 self._log.warning("the part of step %d could not be uploaded: %s", step, error)
                 reason = f"{type(error).__name__}: {error}"
                 try:
                     with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
-                except TuneError as second_error:  # node 0 waits until its deadline
+                except TuneError as second_error:  # so node 0 waits for the part until its deadline
                     self._log.warning("could not tell node 0 that step %d lacks this part: %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))

@@ -42,10 +42,10 @@ _MAX_UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
-    """Journals the events of one attempt in order. One other thread may call `add_report` concurrently."""
+    """Journals the events of one attempt in order. A second thread is allowed to call `add_report` concurrently."""
 
     deletes_retired = True
-    """Whether the attempt deletes its retired checkpoints. If not, the owner does, once it has journaled the events."""
+    """Whether the attempt deletes its retired checkpoints. If not, the owner does so after it journals the events."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -53,7 +53,7 @@ class TrialJournal(ABC):
 
     @abstractmethod
     def add_report(self, event: StepReported) -> None:
-        """Journal a report soon, at the latest with the next events. Never blocks."""
+        """Journal a report soon, at the latest in the next `write`. Never blocks."""
 
     @abstractmethod
     def list_unjournaled_reports(self, step: int) -> Sequence[StepReport]:
@@ -96,11 +96,11 @@ class SubmittingJournal(TrialJournal):
     def __init__(self, trial: Trial, submit: Callable[[EventsSubmitted], None]) -> None:
         super().__init__(trial)
         self._submit = submit
-        self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # read by another thread, as a copy
+        self._reports: deque[tuple[StepReport, Future[Experiment]]] = deque()  # another thread reads copies of it
 
     def add_report(self, event: StepReported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
-        while self._reports and _is_durable(self._reports[0][1]):  # entries are written in the order of the reports
+        while self._reports and _is_durable(self._reports[0][1]):  # reports become durable in their order
             self._reports.popleft()
         self._reports.append((event.report, submitted.entry_written))
         self._submit(submitted)
@@ -123,7 +123,7 @@ def _is_durable(written: Future[Experiment]) -> bool:
 
 
 class _BufferedJournal(TrialJournal):
-    """Queues reports until the next events or `flush`. After a write of unknown outcome, the next call repeats it."""
+    """Queues reports until `write` or `flush`. If a write's outcome is unknown, the next call repeats this write."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
@@ -141,7 +141,7 @@ class _BufferedJournal(TrialJournal):
     def write(self, events: Sequence[AttemptEvent], *, up_to: int | None = None) -> None:
         self._write_pending_entry()
         reports = [event for event in self._queued_reports if up_to is None or event.report.step <= up_to]
-        del self._queued_reports[: len(reports)]  # still the same reports: the attempt's thread only appends
+        del self._queued_reports[: len(reports)]  # the other thread appends only at the end
         if all_events := (*reports, *events):
             self._pending_entry = all_events, new_write_stamp()
             self._write_pending_entry()
@@ -178,7 +178,7 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the newest exists, so no search reads and deletes the posts."""
+        """Whether an old post, `_MAX_UNREAD_POSTS` before the newest, still exists: then no search reads the posts."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""
@@ -200,7 +200,7 @@ class OutboxJournal(_BufferedJournal):
         with_store(self._target, lambda store: write_post(store, self._key, self._outbox, self._post_count + 1, post))
         self._post_count += 1
         earlier = self._post_count - _MAX_UNREAD_POSTS
-        if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
+        if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always stays
             # Ignore errors, because the new post is already durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
                 self._has_unread_posts = store.size(self._key.post_path(self._outbox, earlier)) is not None
@@ -233,7 +233,7 @@ class SearchChannel(ABC):
     """The attempt's side of the connection to its search. Keeps answers that arrive before `subscribe`."""
 
     requests_decisions_by_report = False
-    """Whether a journaled report itself requests the decision, since the search is another process."""
+    """Whether a journaled report itself requests the decision, because the search runs in another process."""
 
     def __init__(self) -> None:
         self.run_stop = threading.Event()
@@ -244,7 +244,7 @@ class SearchChannel(ABC):
 
     @property
     def supervisor(self) -> Owner | None:
-        """This process, to be named in the journal; None if the search runs in this process, too."""
+        """This process, which the journal names as the attempt's supervisor; None if it runs the search, too."""
         return None
 
     @abstractmethod
@@ -259,7 +259,7 @@ class SearchChannel(ABC):
 
     @abstractmethod
     def expect_decision(self, report: StepReport) -> None:
-        """Expect a decision about this report; never blocks. In the search's process, also request the decision."""
+        """Expect a decision about this report. If the search runs in this process, also request it. Never blocks."""
 
     def start_polling(self) -> None:  # noqa: B027 - within one process, the driver sets `run_stop`
         """Start to poll for stop requests, before the attempt trains."""

@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`; a reference replaces the target.
+    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`, with a reference to the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -45,11 +45,11 @@ class TrialSpec:
     retention: Retention = field(default_factory=Retention)
     sync: Annotated[SyncConfig, WithJsonSchema({"type": "object"})] = field(default_factory=SyncConfig)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """The trainable's name without its module; a trainable with another name may not resume this trial."""
+    """The trainable's name without its module; the trial cannot be resumed with a trainable of another name."""
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """The number of processes, each a rank, that train the trial on each node. With several nodes, it must be fixed."""
+    """The number of processes, each a rank, that train the trial on each node; with several nodes, not a range."""
     nodes_per_trial: int = 1
     """The number of nodes, each a flow run, that train the trial together."""
     min_nodes: int | None = None

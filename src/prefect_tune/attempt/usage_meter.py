@@ -62,7 +62,7 @@ class UsageMeter:
         self._restored_seconds += time.monotonic() - start
 
     def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable. `is_rank_0` includes the parent."""
+        """Start to sample the process `pid`, which has loaded the trainable. The parent counts as rank 0."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
         if pid == os.getpid() or read_process_usage(pid) is None:
@@ -91,7 +91,7 @@ class UsageMeter:
             self._next_sample_at = time.monotonic() + pause_seconds
 
     def on_trial_end(self) -> None:
-        """Record the end of the trial. Take the last sample while its processes exist."""
+        """Record the end of the trial. Take the last sample, while the trial's processes exist."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
             if self._processes is not None:
@@ -136,7 +136,7 @@ class UsageMeter:
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
     def _has_new_oom_kill(self) -> bool:
-        return self._memory_limit.count_oom_kills() > self._kills_before  # `_kills` may already include the kill
+        return self._memory_limit.count_oom_kills() > self._kills_before  # `_kills` may include the new kill
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -219,7 +219,7 @@ def _round_or_none(value: float | None, digits: int | None = None) -> float | No
 
 @cache
 def _start_loading_nvml() -> Sequence[Any]:
-    """Start to load `nvidia-ml-py` in a thread, since waking the GPUs is slow. Return a list for the loaded module."""
+    """Start to load `nvidia-ml-py` in a thread, since waking the GPUs is slow. Return a list that gets the module."""
     loaded: list[Any] = []
 
     def load_library() -> None:
@@ -236,7 +236,7 @@ def _start_loading_nvml() -> Sequence[Any]:
 
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
-    """Return the used bytes and the mean utilization (0 to 1) of the `visible` GPUs (None: all); None if unknown."""
+    """Return used bytes and mean utilization (0 to 1) of the GPUs in `visible`, by default of all; None if unknown."""
     if not (loaded := _start_loading_nvml()):
         return None
     (nvml,) = loaded
@@ -278,7 +278,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
 def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
-    For a range, use the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else of processors, within the range.
+    If `wanted` is a range: the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else the CPUs, within the range.
     """
     if isinstance(wanted, int):
         return wanted

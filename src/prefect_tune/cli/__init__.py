@@ -19,7 +19,7 @@ def main() -> None:
     """Run the command line. Ctrl-C during the import of the commands ends the process at once, with no traceback."""
     interrupt = signal.getsignal(signal.SIGINT)
     if interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing has started yet, so the process may end at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing has started yet, so Ctrl-C can end the process at once
     load_application()
     if interrupt is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)

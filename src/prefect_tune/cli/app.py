@@ -36,7 +36,7 @@ _EXIT_INTERRUPTED = 130
 
 @contextmanager
 def printing_short_errors(when_interrupted: str) -> Iterator[None]:
-    """Print Prefect's errors as one line; print `when_interrupted` after Ctrl-C or SIGTERM."""
+    """Print each error of Prefect as one line; print `when_interrupted` after Ctrl-C or SIGTERM."""
     import httpx
     from prefect.exceptions import PrefectException
     from pydantic import ValidationError
@@ -49,7 +49,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
         """Hide each `TuneError` from Prefect's log, since `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # Prefect handles SIGTERM during a flow run. After the run, Prefect sends SIGTERM again, to this handler.
+    # Prefect handles SIGTERM during a flow run, and sends it again afterwards. This handler raises KeyboardInterrupt.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(has_no_tune_error)
@@ -192,7 +192,7 @@ def run_app() -> None:
     Exit with 2 after wrong usage, and with 1 after other errors, such as a bad metric that a trial reported.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot encode must not fail the command
+        sys.stdout.reconfigure(errors="replace")  # so that no command fails on characters that the locale lacks
     arguments, sys.argv[1:] = sys.argv[1:], []  # a trainable that reads `sys.argv` must not see them
     try:
         app(args=arguments)
@@ -216,7 +216,7 @@ def resolve_existing_target(target: str) -> StorageTarget | LocalFolder:
 
     resolved = resolve_existing(target)
     if isinstance(resolved, LocalTarget) and not resolved.may_hang:
-        with suppress(OSError):  # for example, a parent folder is unreadable; the first read reports this
+        with suppress(OSError):  # if, for example, a parent folder is unreadable, the first read reports the error
             if not Path(resolved.path).is_dir():
                 raise InvalidInput(f"{resolved.path}: there is no such folder")
     return resolved

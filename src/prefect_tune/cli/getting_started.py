@@ -97,7 +97,7 @@ def drill(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random steps.")] = 0,
     save_every: Annotated[
         int | None,
-        option_without_default("--save-every", "N", "Steps between a class's saves. Default: a quarter.", at_least=1),
+        option_without_default("--save-every", "N", "Steps between a class's saves. Default: steps / 4.", at_least=1),
     ] = None,
     processes_per_trial: Annotated[
         int, typer.Option(metavar="N", min=1, help="Processes that train together: DDP, FSDP.")
@@ -140,7 +140,7 @@ def _run_drill(plan: DrillPlan, target: str | None, *, keep: bool, as_json: bool
 
     from prefect_tune.drills.run_drill import run_drill_in_terminal
 
-    os.environ.setdefault("DO_NOT_TRACK", "1")  # no telemetry from a drill
+    os.environ.setdefault("DO_NOT_TRACK", "1")  # a drill sends no telemetry
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the drill removes its files
     try:
         report = run_drill_in_terminal(plan, target, Console(highlight=False, stderr=as_json), keep=keep)

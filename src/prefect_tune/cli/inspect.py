@@ -145,7 +145,7 @@ def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[
 
 _MAX_TRIALS = 50
 _MAX_ERRORS = 5
-_MAX_VERIFIED_ENTRIES = 200  # reading an entry takes one request
+_MAX_VERIFIED_ENTRIES = 200  # because reading an entry takes one request
 _TIME_FIELDS = ("attempt_began_at", "reported_at")
 
 
@@ -153,7 +153,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # also read the entries before a snapshot, which loading skips
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # check the entries before a snapshot too: loading skips them
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:
@@ -274,7 +274,7 @@ def show_search(view: ExperimentView, *, as_json: bool, resume_with: str = "") -
 
 
 def _format_trial_facts(facts: Mapping[str, Any], trial: Trial | None, now: datetime) -> Mapping[str, object]:
-    """Return a trial's facts as `show` prints them, with ages and ranges of steps; omit empty facts.
+    """Return a trial's facts as `show` prints them: times as ages, steps as ranges, and no empty facts.
 
     A reason with a traceback is shortened to its first line, because `show` prints the whole reason below the table.
     """
@@ -301,7 +301,7 @@ def _format_trial_facts(facts: Mapping[str, Any], trial: Trial | None, now: date
 @dataclass(frozen=True)
 class _AttemptOutput:
     attempt: int
-    reason: str | None = None  # how the attempt ended; None until then
+    reason: str | None = None  # how the attempt ended; None if it has not ended
     last_output: str = ""
 
 
@@ -316,7 +316,7 @@ def _read_attempt_outputs(store: ObjectStore, state: Experiment, trial: Trial) -
             case AttemptEnded(reason=reason) | TrialFinished(reason=reason) | TrialPaused(reason=reason) if (
                 event.trial == name
             ):
-                if number not in outputs or outputs[number].reason is None:  # only the first end counts
+                if number not in outputs or outputs[number].reason is None:  # ignore all ends after the first
                     outputs[number] = _AttemptOutput(number, str(reason), event.usage.output if event.usage else "")
     return outputs
 
@@ -326,7 +326,7 @@ def _has_traceback(trial: Trial) -> bool:
 
 
 def format_last_report_age(attempt: RunningAttempt, now: datetime) -> str:
-    """Return how long ago a running attempt reported; if unknown, how long ago it began."""
+    """Return how long ago a running attempt reported; if no report is known, how long ago the attempt began."""
     began_ago = f"; began {format_age(attempt.began_at, now)}" if attempt.began_at else ""
     return format_age(attempt.reported_at, now) or f"none known{began_ago}"
 
@@ -439,7 +439,7 @@ def audit(
         report = run_audit(experiment, target=target, **components)
     except JournalCorrupt:
         raise
-    except (TuneError, OSError) as error:  # an unreachable target is not a difference
+    except (TuneError, OSError) as error:  # exit with 2, since an unreachable target is not a difference
         exit_without_verdict(error)
     if as_json:
         print(json.dumps(asdict(report), indent=2))

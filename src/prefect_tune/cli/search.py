@@ -112,7 +112,7 @@ def _parse_yaml(text: str, file: Path) -> Any:
     """Parse YAML, with the floats of YAML 1.2, in which 1e-4 is a number."""
     import yaml
 
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class, since `add_implicit_resolver` changes it
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class, since the next line changes it
     loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
@@ -149,7 +149,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse `step=100`, `package.module:Name`, or JSON; None if empty. The first criterion met stops the trial."""
+    """Parse `step=100`, `package.module:Name`, or JSON; None if empty. The first criterion that is met ends a trial."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -241,7 +241,7 @@ _VALUE_PARSERS: Mapping[str, Callable[[Any], object]] = {
     "only_errored": lambda _: "only",
     "ignore_errors": lambda _: False,
 }
-"""The parsers of flag values, by flag; a flag whose values are numbers, words or lists of text needs no parser."""
+"""The parsers of flag values, by flag. Flags whose values are numbers, words or lists of text need no parser."""
 _FLAGS = [_OptionFlag(option, flag) for option, flags in collect_flags(SearchPlan).items() for flag in flags]
 _OPTIONS = {option.flag.name: option for option in _FLAGS}
 RUN_OPTIONS = [(panel, option) for panel in Panel for option in _FLAGS if option.flag.panel is panel]
@@ -302,7 +302,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command to resume with. It names the trainable, since a bucket's journal must not choose the code."""
+    """Return the command that resumes a search. It names the trainable: a bucket's journal must not choose the code."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 

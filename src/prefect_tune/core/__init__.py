@@ -1,1 +1,1 @@
-"""The rules of experiments in pure Python, without a clock or an environment; all I/O goes through a given store."""
+"""The rules of experiments, which read no clock and no environment; all I/O goes through a store that is passed in."""

@@ -1,7 +1,7 @@
 """Text for display: escape unsafe characters, format counts, durations and sizes, suggest similar names.
 
-`make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: text
-from a target passes through it before a terminal, page, notebook, artifact, log line or error message shows it.
+`make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: it
+escapes each text from a target before a terminal, page, notebook, artifact, log line or error message shows the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def make_visible(text: object) -> str:
     r"""Return a text, or the sentence of a reason, with control characters escaped like `\x1b`; tabs and newlines stay.
 
-    Then a text from a target can neither control a terminal nor reorder the characters around it.
+    So a text from a target can neither control a terminal nor reorder the characters around it.
     """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
@@ -42,7 +42,7 @@ def first_line(text: object) -> str:
 
 
 def is_utf8_encodable(text: str) -> bool:
-    """Return whether UTF-8 can encode `text`; False for a lone surrogate, which some file names have."""
+    """Return whether UTF-8 can encode `text`; False if it contains a lone surrogate, as some file names do."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -53,8 +53,8 @@ def is_utf8_encodable(text: str) -> bool:
 def make_storable(text: str) -> str:
     r"""Return `text` in a form that every JSON reader accepts, with at most 100,000 characters.
 
-    Surrogates are escaped like `\udcff`, and NULs like `\x00`, because PostgreSQL does not store them. The middle of a
-    long text is omitted. Other characters stay unchanged.
+    Surrogates are escaped like `\udcff`, and NULs like `\x00`, because PostgreSQL stores neither. The middle of a long
+    text is omitted. Other characters stay unchanged.
     """
     if len(text) > _MAX_LENGTH:
         text = f"{text[:_HALF_LENGTH]}\n[{len(text) - 2 * _HALF_LENGTH} characters left out]\n{text[-_HALF_LENGTH:]}"
@@ -104,11 +104,11 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits, but never cut its whole part: `0.531`, `1,023`."""
+    """Format an amount of at least 0.0001 with `digits` digits, or all digits of its whole part: `0.531`, `1,023`."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 
-# Suggest the known name that is most similar to an unknown one, at the end of an error message.
+# Suggestions for the end of an error message: the known name that is most similar to an unknown one.
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
@@ -137,8 +137,8 @@ def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
 def describe_signature_mismatch(function: Callable[..., object], argument_count: int) -> str:
     """Return the name and parameters of a function that does not accept `argument_count` positional arguments.
 
-    Return "" if the function accepts them, or if its parameters are unknown, which is so for some C functions. A
-    wrapper is checked by its own parameters, not by the parameters of the wrapped function.
+    Return "" if the function accepts them, or if its parameters are unknown, like those of some C functions. A wrapper
+    is checked by its own parameters, not by the parameters of the wrapped function.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)

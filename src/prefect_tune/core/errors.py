@@ -73,7 +73,7 @@ class DamageFound(TuneError):
 
 
 class NotExact(TuneError):
-    """A drill found that a killed and resumed run differs from an undisturbed run: read its report."""
+    """A drill found that a killed and resumed run differs from an undisturbed run: read the drill's report."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class Superseded(TuneError):
 
 
 class ResumeFailed(TuneError):
-    """The experiment cannot be resumed, or does not exist although it must: no other experiment was started."""
+    """The experiment cannot be resumed, or does not exist although it must; no new one was started instead."""
 
 
 class CrashLoop(TuneError):

@@ -1,8 +1,8 @@
 """The events in journal entries: events of a trial, events of an experiment, and the entry itself.
 
 `TrialFinished`, `TrialPaused` and `AttemptEnded` are also the outcomes of an attempt (`Outcome`). The attempt's process
-sends the outcome, the supervisor completes and returns it, the journal stores it, and the state of the Prefect run is
-made from it.
+sends the outcome, the supervisor completes and returns it, the journal stores it, and the outcome determines the
+state of the Prefect run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Owner(Value):
     pid: int
     flow_run: str | None = None
     task_run: str | None = None
-    """The id of the task run in which the process runs an attempt; None if there is none."""
+    """The id of the task run in which the process runs an attempt; None if there is no such task run."""
     is_manual: bool = False
     """Whether the user resumed this run; if so, its start does not count as a restart after a crash."""
     attempt: int = 0
@@ -52,7 +52,7 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint as the journal records it: its step and sequence, which name it on the target, its report and size.
+    """A checkpoint as the journal records it: the step and the sequence (its name on the target), the report, the size.
 
     `make_checkpoint_ref` in `core/restore.py` makes the reference from the manifest of a save.
     """
@@ -72,7 +72,7 @@ class CheckpointRef(Value):
 
 
 class QuarantinedCheckpoint(Value):
-    """A quarantined checkpoint. It is not used, but its bytes are kept, so that it can be reinstated later."""
+    """A quarantined checkpoint. It is not used, but its bytes are kept, so that it can be released later."""
 
     checkpoint: CheckpointRef
     since: int
@@ -109,7 +109,7 @@ class PriorTrial(Value):
 
 
 class WarmStart(Value):
-    """An experiment from which a search warm-starts; its trials are copied, as the experiment may be deleted later."""
+    """An experiment from which a search warm-starts; its trials are copied, in case the experiment is deleted."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
@@ -155,7 +155,7 @@ class StepReported(TrialEvent):
     type: Literal["step-reported"] = "step-reported"
     report: StepReport
     awaits_decision: bool = False
-    """Whether the trial waits for a decision of the search."""
+    """Whether the trial waits for the scheduler's decision."""
 
 
 class CheckpointCommitted(TrialEvent):
@@ -188,11 +188,11 @@ class CheckpointsRetired(TrialEvent):
 
 
 class CheckpointQuarantined(TrialEvent):
-    """A checkpoint is no longer used, because its bytes are damaged, or every attempt that loads it crashes.
+    """A checkpoint is no longer used, because its bytes are damaged, or because every attempt that loads it crashes.
 
     With `quarantined=False`, the checkpoint is used again. A quarantine by the owner is a barrier for running saves,
     like `CheckpointsRetired`. A quarantine by a non-owner is no barrier: a save that began before the quarantine is
-    committed, but quarantined too, because it may share the damage.
+    committed, but then quarantined too, because it may share the damage.
     """
 
     type: Literal["checkpoint-quarantined"] = "checkpoint-quarantined"
@@ -209,13 +209,13 @@ class CheckpointCloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint, with `config` if it is not None.
 
     The clone becomes the trial's newest checkpoint. It exists only in this entry, not on the target, and uses the
-    manifest of the cloned checkpoint, whose bytes stay, even if it is retired, as long as a trial has a clone of it.
+    original's manifest and bytes. These stay as long as a trial has a clone, even if the original is retired.
     """
 
     type: Literal["checkpoint-cloned"] = "checkpoint-cloned"
     checkpoint: CheckpointRef
     source: TrialId
-    """The trial whose checkpoint is cloned. This checkpoint may itself be a clone."""
+    """The trial whose checkpoint is cloned; the cloned checkpoint may itself be a clone."""
     config: Mapping[str, object] | None = None
     reason: AnyReason = ""
 
@@ -269,7 +269,7 @@ class TrialFinished(TrialEvent):
     reason: AnyReason
     kind: FinishKind = FinishKind.CRITERION
     usage: AnyUsage | None = None
-    """The resource usage of its attempt; None if unknown, or if it did not train."""
+    """The resource usage of the ended attempt; None if unknown, or if no attempt trained."""
 
 
 class TrialRequeued(TrialEvent):
@@ -280,12 +280,12 @@ class TrialRequeued(TrialEvent):
 
 
 class TrialPaused(TrialEvent):
-    """The scheduler gives this trial's slot to another. The trial has saved, if possible, and waits to be resumed."""
+    """The scheduler gives this trial's slot to another. This trial has saved, if possible, and waits to be resumed."""
 
     type: Literal["trial-paused"] = "trial-paused"
     reason: AnyReason
     usage: AnyUsage | None = None
-    """The resource usage of its attempt; None if unknown, or if it did not train."""
+    """The resource usage of the ended attempt; None if unknown, or if no attempt trained."""
 
 
 class TrialResumed(TrialEvent):
@@ -328,7 +328,7 @@ AttemptEvent: TypeAlias = (
 )
 """The events that an attempt journals."""
 NonOwnerEvent: TypeAlias = CheckpointQuarantined | CheckpointsRetired
-"""The events that may be written by a non-owner, which adds an entry to a journal without becoming its owner."""
+"""The events that a non-owner is allowed to write. A non-owner adds an entry without becoming the journal's owner."""
 AnyTrialEvent: TypeAlias = (
     AttemptEvent
     | CheckpointCloned
@@ -346,7 +346,7 @@ AnyTrialEvent: TypeAlias = (
 # The events of an experiment.
 
 Writer: TypeAlias = Literal["owner", "non-owner"]
-"""The writer of an entry: the journal's owner, or a non-owner, which may only write `NonOwnerEvent`."""
+"""The writer of an entry: the journal's owner, or a non-owner, which is allowed to write only `NonOwnerEvent`."""
 
 
 class OwnerChanged(Value):
@@ -364,7 +364,7 @@ class OwnerChanged(Value):
 class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints, because their manifests exist, but the last owner did not journal them.
 
-    A manifest of an earlier term that is neither listed here nor journaled before is abandoned, and no checkpoint.
+    A manifest of an earlier term that is neither listed here nor journaled before never becomes a checkpoint.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
@@ -372,7 +372,7 @@ class CheckpointsAdopted(Value):
     last_known_steps: Mapping[str, int] = Field(default_factory=dict)
     """By running trial, the last known step of its lost attempt; 0 if no step is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
-    """By running trial, the training time up to its last known step, if known; used only for the cost."""
+    """By running trial, the training time up to the last known step, if it is known; used only for the cost."""
     last_seen_at: str | None = None
     """The time of the last owner's live status, by that owner's clock; None without one. Used only for the cost."""
 
@@ -384,7 +384,7 @@ class ExperimentConfigured(Value):
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """By run, the number of samples that it adds to the planned samples. A run that is restarted adds them only once.
+    """By run, the number of samples that the run adds to the planned samples. A restarted run does not add them again.
 
     The key of a run is its id, or its position in the run that called it, and stays the same after a restart.
     """
@@ -420,14 +420,14 @@ class FormAnswered(Value):
 
 
 class ForkedTrial(Value):
-    """A trial of a fork: its earlier events happened in the origin. It is not running, and can continue from here."""
+    """A trial of a fork. Its earlier events happened in the origin; now it is not running, and can be continued."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The copied checkpoints, and clones of copied checkpoints, each with its step and sequence in the origin."""
 
 
 class ExperimentForked(Value):
-    """The experiment becomes a fork of `origin`; it cannot be used until a second such event lists its `trials`.
+    """The experiment becomes a fork of `origin`. The fork cannot be used until a second such event lists its `trials`.
 
     The entry with the second event completes the fork, and also holds the origin's events up to the fork.
     """

@@ -1,7 +1,7 @@
 """Convert metrics and other values from outside to plain JSON, or reject them.
 
-A scalar is None, a bool, a number or a text. Its type is Python's own, a subclass (`class Kind(str, Enum)`), or one of
-Python's numeric tower (NumPy's types, `Fraction`). An array or tensor without dimensions is a scalar, too. Scalars are
+A scalar is None, a bool, a number or a text. Its type is one of Python's own, a subclass (`class Kind(str, Enum)`), or
+another type of number (NumPy's types, `Fraction`). An array or tensor without dimensions is a scalar, too. Scalars are
 converted to Python's own types. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
 """
 
@@ -19,15 +19,15 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_MAX_DEPTH = 100  # JSON readers reject about 200 levels
-_TIME_KINDS = ("m", "M")  # NumPy's durations and dates: no scalars, since `item` returns nanoseconds as plain integers
+_MAX_DEPTH = 100  # below the about 200 levels at which JSON readers fail
+_TIME_KINDS = ("m", "M")  # NumPy's durations and dates are not scalars here: their `item` may return an integer
 
 
 def to_plain_scalar(value: object) -> object:
     """Return a scalar (see above) as None or Python's own bool, int, float or str; return any other value unchanged."""
     match value:
         case str():
-            return str.__str__(value)  # `str(value)` would call the subclass: 'Kind.LINEAR' for an enum member
+            return str.__str__(value)  # for an enum member, `str(value)` would return a text such as 'Kind.LINEAR'
         case bool():
             return value
         case int():
@@ -40,7 +40,7 @@ def to_plain_scalar(value: object) -> object:
             pass
     shape, item = getattr(value, "shape", None), None if _is_masked_element(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
-        return to_plain_scalar(element)  # not for a NumPy long double, whose `item` returns a long double
+        return to_plain_scalar(element)  # not reached for a NumPy long double, whose `item` returns a long double
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) and is_finite(value) else value
@@ -51,7 +51,7 @@ def _has_time_dtype(value: object) -> bool:
 
 
 def _is_masked_element(value: object) -> bool:
-    """Return whether `value` is a masked NumPy element; it has no value, but `item` returns 0.0 or the hidden value."""
+    """Return whether `value` is a masked NumPy element: it has no value, although `item` returns 0.0 or hidden data."""
     mask = getattr(value, "mask", False)
     return getattr(mask, "size", 0) == 1 and bool(mask)
 
@@ -80,7 +80,7 @@ def to_plain_metrics(value: Mapping[str, object], where: str) -> dict[str, objec
 
 
 def average_metrics(metrics_by_rank: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the metrics of the first rank, but replace each number that all ranks report by its mean."""
+    """Return the metrics of the first rank, in which each number that all ranks report is replaced by the mean."""
     return {name: _average_values([metrics.get(name) for metrics in metrics_by_rank]) for name in metrics_by_rank[0]}
 
 
@@ -125,7 +125,7 @@ def _convert_value(value: object, where: str, levels: int) -> object:
         return [_convert_value(element, f"{where}[{index}]", levels - 1) for index, element in enumerate(value)]
     item = None if _has_time_dtype(value) or _is_masked_element(value) else getattr(value, "item", None)
     if callable(item) and _count_elements(value) == 1 and type(plain := item()) is not type(value):
-        return _convert_value(plain, where, levels - 1)  # a loss of shape (1,) is a number
+        return _convert_value(plain, where, levels - 1)  # a loss of shape (1,) counts as a number
     raise BadMetric(
         f"{where}: expected a finite number, text, or JSON made of these, found {type(value).__name__}; "
         "convert it (float(x), x.tolist()), or save it in the checkpoint"
@@ -174,7 +174,7 @@ def is_number_at_least(value: object, at_least: float) -> bool:
 
 
 def describe_non_number(value: object) -> str:
-    """Return `text`, `a list` or `a dict` for a value of this kind; empty for a number, None or any other value."""
+    """Return what a value is if it is `text`, `a list` or `a dict`; empty for a number, None or any other value."""
     if isinstance(value, Mapping):
         return "a dict"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""

@@ -77,9 +77,9 @@ class BestModelTracker:
 
 
 def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the trial and the sequence of the best checkpoint of all; if trials tie, the first best one of each.
+    """Return the best checkpoint of all: its trial, and its sequence. If trials tie, return one checkpoint of each.
 
-    The model that `BestModelTracker` reported last is included if it is saved. Empty without an objective.
+    The result includes the model that `BestModelTracker` reported last, if it is saved. Empty without an objective.
     """
     if objective is None:
         return {}
@@ -155,16 +155,16 @@ class ExperimentEnded(ExperimentEvent):
 
 
 def get_event_name(event: Event) -> str:
-    """Return the name of a journal event's Prefect event: `prefect-tune.<type>`, except for a reinstatement."""
+    """Return the name of the Prefect event for a journal event: `prefect-tune.<type>`, except for a reinstatement."""
     if isinstance(event, CheckpointQuarantined) and not event.quarantined:
         return "prefect-tune.checkpoint-reinstated"
     return f"prefect-tune.{event.type}"
 
 
 def make_event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON, with the version; at the end of an attempt, also the trial's state `after` it.
+    """Return an event's payload as JSON, with the version; at an attempt's end, add values of the trial (`after`).
 
-    A reason is given as its sentence, for display, and as a `reason_code`, for conditions; None for a user's text.
+    A reason becomes a sentence, for display, and a `reason_code`, for conditions, which is None for a user's own text.
     Values are truncated by `truncate_json`.
     """
     fields = event.model_dump(mode="json", exclude={"type"})

@@ -1,4 +1,4 @@
-"""The reasons of ends and decisions: codes with arguments. This module makes the sentences, which no other code parses.
+"""Reasons for ends and decisions, as codes with arguments. This module makes the sentences; no code parses sentences.
 
 A user's own scheduler, stopper or stop request passes a text instead. The text is shown unchanged, and never compared.
 """
@@ -19,7 +19,7 @@ from prefect_tune.core.values import Message, Value
 
 
 class Cause(StrEnum):
-    """Why an attempt ended without finishing. Each cause counts toward at most one retry budget."""
+    """Why an attempt ended although its trial did not finish. Each cause counts toward at most one retry budget."""
 
     MACHINE = "machine"
     """The machine, the worker or the target failed, not the trial."""
@@ -57,7 +57,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return `arguments`, which a trial may have sent; raise if they are not shallow JSON without large numbers."""
+    """Return `arguments`, possibly from a trial; raise if they are not JSON, or have deep nesting or large numbers."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -107,7 +107,7 @@ class ProcessEnd(Value):
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return how one rank ended, as a reason for a list of the ranks' ends."""
+    """Return how a rank ended, as one of the reasons in a list of the ends of all ranks."""
     return make_reason("rank-died", **_make_process_end_arguments(end))
 
 
@@ -118,7 +118,7 @@ def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason 
         rank: the rank of the process; None if it is the only process.
         memory: how the process exceeded the memory limit, if it was killed for that.
     """
-    location = find_code_location(end.output, is_newest_first=True)  # in faulthandler's dump
+    location = find_code_location(end.output, is_newest_first=True)  # as in a dump of faulthandler
     context = {"location": location, "rank": rank, "output": end.output or None}
     return make_reason("process-ended", **_make_process_end_arguments(end), **context, memory=memory)
 
@@ -222,7 +222,7 @@ _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _SentenceFormatter(string.Formatter):
-    """Formats like `str.format`, with `_FORMATS`, and with words by number: `one|many`, or `none|one|many: #`."""
+    """Formats like `str.format`, also with `_FORMATS`, and with words by number: `one|many`, or `none|one|# many`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")

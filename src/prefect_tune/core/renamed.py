@@ -1,4 +1,4 @@
-"""Reject the old names of public methods, attributes and functions; the error tells the new name."""
+"""Reject the old names of public methods, attributes and functions with an error that tells the new name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class RenamedMembers:
-    """Base class of classes with renamed members; to define an old name in a subclass, or to read it, is an error."""
+    """Base class of classes with renamed members. Defining an old name in a subclass is an error; so is reading it."""
 
     __slots__ = ()
     _renamed: ClassVar[Mapping[str, str]] = {}
@@ -19,7 +19,7 @@ class RenamedMembers:
             if callable(member := getattr(cls, old, None)) or isinstance(member, property):
                 raise TypeError(f"{cls.__qualname__}.{old} is now called {new}")
 
-    if not TYPE_CHECKING:  # a type checker would accept any attribute
+    if not TYPE_CHECKING:  # a type checker that sees this method would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if new := type(self)._renamed.get(name):  # noqa: SLF001  of its own class
@@ -28,11 +28,11 @@ class RenamedMembers:
 
 
 def make_module_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `module`. For an old name in `renamed`, it raises an error that tells the new name."""
+    """Return a `__getattr__` for `module` that raises an error with the new name for each old name in `renamed`."""
 
     def get_attribute(name: str) -> Any:
         if new := renamed.get(name):
-            raise ImportError(f"{module}.{name} is now called {new}")  # imports replace an AttributeError's message
+            raise ImportError(f"{module}.{name} is now called {new}")  # imports would hide an AttributeError's message
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get_attribute

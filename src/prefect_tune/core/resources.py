@@ -82,9 +82,9 @@ def compute_process_count(wanted: Processes, devices: int) -> int:
 
 
 def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None) -> Sequence[tuple[str, ...]]:
-    """Return the slots of a machine, at most `max_slots` if it is not None. Each slot is the tuple of its GPUs.
+    """Return the slots of a machine, at most `max_slots` if this is not None. Each slot is the tuple of its GPUs.
 
-    A whole GPU belongs to one slot. Fractions of GPUs are assigned so that each GPU has one slot before any has two.
+    A whole GPU belongs to one slot. If slots share GPUs, each GPU gets its first slot before any GPU gets a second one.
 
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.

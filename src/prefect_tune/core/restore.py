@@ -46,7 +46,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """The given state of the trial is outdated, as some of its checkpoints were retired. Call again with `current`."""
+    """The passed state of the trial is outdated: some of its checkpoints were retired. Call again with `current`."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.id!r}: checkpoints that this call needed are retired in the journal")
@@ -84,7 +84,7 @@ def raise_damage_or_outdated(
 
 
 def is_checkpoint_live(store: ObjectStore, key: CheckpointKey) -> bool:
-    """Read the journal, and return whether `key` is live in a trial. Raises `JournalCorrupt` like `load_experiment`."""
+    """Read the journal, and return whether `key` is live in any trial. Raises JournalCorrupt like `load_experiment`."""
     try:
         state = load_experiment(store, key.trial.journal_key)
     except Superseded:
@@ -121,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`, whose bytes a save may reuse; None if there is no key or no intact manifest."""
+    """Return the manifest of `key`, so that a save can reuse its bytes; None if there is no key or intact manifest."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -188,14 +188,14 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 
 # Adopt saves that the last owner did not finish: saves with a manifest, but without an entry in the journal.
 #
-# A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes it visible. An
-# owner that dies between them leaves a complete checkpoint that no entry names. The next owner looks for it before it
-# starts the trial again, and journals it as adopted.
+# A save ends with two writes: the manifest, which is the commit, and the journal entry, which makes the checkpoint
+# visible. An owner that dies between these writes leaves a complete checkpoint that no entry names. The next owner
+# looks for such a checkpoint before it starts the trial again, and journals it as adopted.
 #
 # The sequence increases with each save of a trial and with each attempt. So the sequence of the last attempt's
 # unjournaled save is at least the trial's `adopted_up_to`. Once an entry has adopted this save, or has recorded that no
 # save exists, no other save from before this entry can become a checkpoint. Saves of earlier attempts are not adopted,
-# because their owner had abandoned them; nor are those of an attempt with an open outbox, which posts them itself.
+# because their owner had abandoned them; nor are those of an attempt with an open outbox: the attempt posts them.
 
 
 def make_adoption_events(
@@ -207,11 +207,11 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    Only running attempts without an outbox count: those of `trials`, or, for a new owner (None), of all trials. Of each
-    attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
+    Only running attempts without an outbox count: those of `trials`; or of all, if `trials` is None (new owner). Of
+    each attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
     journaled. The attempt ends with the cause `MACHINE`. A save with a damaged manifest is quarantined, and the
     previous save is tried. A save that is not adopted here never becomes a checkpoint. This function writes nothing, so
-    a crash before the caller writes the events has no effect. `last` is from the last owner's live status.
+    a crash before the caller writes the events has no effect. `last` has the reports of the last owner's live status.
     """
     considered = experiment.trials.values() if trials is None else [experiment.trial(name) for name in trials]
     running = [trial for trial in considered if trial.status is Status.RUNNING and trial.outbox is None]
@@ -253,7 +253,7 @@ def _find_unjournaled_save(
             continue  # deleted after the listing by a process that was presumed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # no attempt wrote it, and a quarantine of it would reject saves with a lower sequence
+                continue  # no attempt wrote this one, and its quarantine would reject saves with a lower sequence
             damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.metadata.attempt == trial.attempt:  # saves of earlier attempts were abandoned by their owner

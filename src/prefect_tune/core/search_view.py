@@ -39,16 +39,16 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""The number of metrics with large panels if there is no objective; they are the first numbers of a report."""
+"""Without an objective, this many metrics have large panels: the first numbers of the first report with numbers."""
 _OTHER_METRIC_COUNT = 12
-"""The number of other metrics with curves. Of further metrics, only the names are kept."""
+"""The number of other metrics that have curves. Only the names of further metrics are kept."""
 _OTHER_POINT_COUNT = 24
 _MAX_METRIC_NAMES = 1000
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step. If more than `max_points`, only the first, the last and every second (fourth, …) are kept."""
+    """Numbers by step. If there are more than `max_points`, the first, the last and every second (fourth, …) stay."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
@@ -70,7 +70,7 @@ class Series:
         self._points_since_kept = 1
         self._steps.append(step)
         self._values.append(value)
-        if len(self._steps) > self._max_points:  # an odd number of points, so that the last one stays
+        if len(self._steps) > self._max_points:  # the number of points is odd here, so `[::2]` keeps the last
             self._steps, self._values = self._steps[::2], self._values[::2]
             self._stride *= 2
             self._points_since_kept = self._stride
@@ -131,15 +131,15 @@ class AttemptPeriod:
     is_earlier: bool = False
     """Whether an earlier run started the attempt."""
     is_abandoned: bool = False
-    """Whether another owner took over before the attempt's end was known; it counts as ended at its last event."""
+    """Whether another owner took over before the attempt's end was known. The last event then counts as the end."""
     report: StepReport | None = None
-    """The newest report while the attempt runs; None before its first step."""
+    """The newest report while the attempt runs; None before its first report, and after its end."""
     reported_at: datetime | None = None
     longest_gap_seconds: float | None = None
-    """The longest time between two reports, or before the first report."""
+    """The longest time between two consecutive reports, or before the first report."""
     ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The status to draw: `COMPLETED` for each `TrialFinished`; `ERRORED` for a failure that is not the machine's."""
+    """The status to draw; `COMPLETED` after every `TrialFinished`, even of a pruned trial. See `_STATUS_AFTER`."""
     is_lost: bool = False
     """Whether the attempt ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
@@ -157,7 +157,7 @@ class StorageCosts:
     commit_count: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
-    """The bytes of those commits whose uploaded bytes and upload time are known."""
+    """The committed bytes of only those commits whose uploaded bytes and upload time are known."""
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
@@ -198,7 +198,7 @@ _STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
     Cause.PREEMPTED: Status.INTERRUPTED,
     Cause.MACHINE: Status.INTERRUPTED,
 }
-"""The status after an attempt, by its final event or its cause; `ERRORED` for all other events and causes."""
+"""The status after an attempt, by the event that ended it or by its cause; `ERRORED` for all others."""
 
 
 class SearchView:
@@ -208,14 +208,14 @@ class SearchView:
     """
 
     def __init__(self, experiment: Experiment) -> None:
-        """Begin without events; `begin_run` adds the attempts that already run."""
+        """Begin without events; `begin_run` adds the attempts that are already running."""
         self._experiment = experiment
         self._objective = objective_from_settings(experiment.settings)
         self._metrics = self._objective.metrics if self._objective else ()
         self._other_metrics: dict[str, None] = {}
         self._curves: dict[str, dict[str, Series]] = {}
         self._attempts: list[AttemptPeriod] = []
-        self._newest: dict[str, int] = {}  # the index of each trial's newest attempt
+        self._newest: dict[str, int] = {}  # by trial: the index of its newest attempt in `_attempts`
         self._running_trials: dict[str, None] = {}
         self._supervisors: dict[str, Owner] = {}  # of attempts on other machines, by trial
         self._ownerships: list[OwnershipPeriod] = []
@@ -223,11 +223,11 @@ class SearchView:
         self._counts = RunCounts()
         self._run_began = _EPOCH
         self._is_complete = True
-        self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report, with whether it is inherited
-        self._best: tuple[str, Losses] | None = None  # None if unknown, since `_losses` has changed
+        self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report, and whether it was inherited
+        self._best: tuple[str, Losses] | None = None  # None if `_losses` has changed, so that `best` finds it again
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: from now on, earlier events do not count, and lost steps are not compared."""
+        """Begin the present owner's run: restart the counts, and compare trials without the steps that were lost."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)
@@ -248,7 +248,7 @@ class SearchView:
             self.apply_event(event, parse_time(entry.at) or _EPOCH)
 
     def apply_event(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
-        """Apply the next event. `at` is its time in the journal, and `experiment` the state after it, if known."""
+        """Apply the next event. `at` is the event's time; `experiment` is the state after the event, or None."""
         self._experiment, counts = experiment or self._experiment, self._counts
         self._dispatch_event(event, at)
         if experiment is not None and isinstance(
@@ -260,16 +260,16 @@ class SearchView:
             self._counts = counts
         for index in range(len(self._ownerships) - 1, -1, -1):
             ownership = self._ownerships[index]
-            if at >= ownership.began_at:  # this run owned the experiment at that time; it may be an earlier run
+            if at >= ownership.began_at:  # the run that owned the experiment at that time, perhaps an earlier run
                 self._ownerships[index] = replace(ownership, last_entry_at=max(ownership.last_entry_at, at))
                 break
 
     def apply_report(self, trial: str, report: StepReport, at: datetime) -> None:
-        """Apply the report of a step. The live status may bring a report before the journal does."""
+        """Apply a step's report, from the journal or from the live status. Ignore a report that was already applied."""
         if (attempt := self._find_running_attempt(trial)) is None or report.step <= attempt.step:
             return
         self._add_points(trial, report.step, report.metrics)
-        # Steps that an attempt of an earlier run trained before its first report here do not count.
+        # Do not count the steps that an earlier run's attempt trained before its first report in this run.
         step_count = 0 if attempt.is_earlier and attempt.report is None else report.step - attempt.step
         self._counts = self._counts._replace(reports=self._counts.reports + 1, steps=self._counts.steps + step_count)
         gap = (at - (attempt.reported_at or attempt.began_at)).total_seconds()
@@ -279,7 +279,7 @@ class SearchView:
             self._set_losses(trial, compute_losses(report.metrics, self._objective), is_inherited=False)
 
     def set_experiment(self, experiment: Experiment) -> None:
-        """Set the state after a write. The state may include entries of non-owners."""
+        """Set the state after a write of the journal. The state can include entries that non-owners have added."""
         self._experiment = experiment
 
     @property
@@ -366,7 +366,7 @@ class SearchView:
         self._attempts.append(attempt)
 
     def _start_attempt(self, event: AttemptStarted, at: datetime) -> None:
-        """Begin an attempt, at the end of the previous attempt or later, even if their machines' clocks differ."""
+        """Begin an attempt; never before the previous attempt's end, even if the clocks of the two machines differ."""
         trial, free_at = event.trial, _EPOCH
         self._end_attempt(trial, Cause.MACHINE, at)
         if (index := self._newest.get(trial)) is not None:
@@ -390,7 +390,7 @@ class SearchView:
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
     def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
-        """End an attempt. An abandoned attempt ended with its last event, not when its loss was detected."""
+        """End an attempt. For an abandoned attempt, the end is the last event, not the detection of the loss."""
         index = self._newest.get(trial)
         if index is None or (attempt := self._attempts[index]).ended_at is not None:
             return

@@ -19,7 +19,7 @@ Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
 class PhaseSeconds(Value):
-    """The seconds of an attempt so far, each of them in one phase. With several ranks, only rank 0 counts."""
+    """The time of an attempt so far, in seconds, divided into phases. With several ranks, only rank 0 counts."""
 
     start: Seconds = 0.0
     """The time before the trainable is loaded (journal, process, import, `setup`), except the restore."""
@@ -56,7 +56,7 @@ class AttemptUsage(Value):
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
-    """CPU time of its processes since the first sample, when the trainable was loaded; None without a second sample."""
+    """CPU time of its processes since the first sample (after the trainable has loaded); None if there was only one."""
     peak_memory_bytes: int | None = None
     """The highest sample of the resident memory of all its processes together."""
     mean_memory_bytes: int | None = None
@@ -102,7 +102,7 @@ class AttemptRecord(Value):
     """Whether the training after the last commit is lost, so that its steps must be trained again."""
 
     def with_commit(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
-        """Return the record after a commit; `trained_seconds` is the training time since the last commit.
+        """Return the record after a commit; `trained_seconds` is the training time since the previous commit.
 
         `seconds` are the seconds of the attempt at the checkpoint's step; None if unknown.
         """
@@ -114,7 +114,7 @@ class AttemptRecord(Value):
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
         seconds = usage.seconds if usage else self.seconds.with_added_seconds("training", trained_seconds)
         if usage and usage.output:
-            usage = usage.model_copy(update={"output": ""})  # the output stays in the event only
+            usage = usage.model_copy(update={"output": ""})  # only the event keeps the output
         return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})
 
 
@@ -140,19 +140,19 @@ def record_slot_freed(
 
 
 def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
-    """Return the records after the last run freed a slot. The slot was held for `seconds`, from the time `since` on."""
+    """Return the records after the last run freed a slot, which it had held for `seconds` from the time `since` on."""
     return (*runs[:-1], *(_extend_run(run, parse_time(since), seconds) for run in runs[-1:]))
 
 
 def extend_previous_run(runs: tuple[RunRecord, ...], at: str | None) -> tuple[RunRecord, ...]:
-    """Return the records after a change of owner; the run before the last run was still active at `at`."""
+    """Return the records after a change of owner; `at` is a time at which the previous run was still active."""
     if at is None or len(runs) < 2:
         return runs
     return (*runs[:-2], _extend_run(runs[-2], parse_time(at), 0.0), runs[-1])
 
 
 def _extend_run(run: RunRecord, begin: datetime | None, seconds: float) -> RunRecord:
-    """Return `run`; its end becomes `seconds` after `begin` if that is later. An unreadable time changes nothing."""
+    """Return `run`, extended to `seconds` after `begin` if it ended earlier. An unreadable time changes nothing."""
     last_known = parse_time(run.ended_at or run.began_at)
     if begin is None or last_known is None or (begin - last_known).total_seconds() + seconds <= 0:
         return run

@@ -56,7 +56,7 @@ class Value(BaseModel):
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`, and share the set of fields: the names that `model_copy` adds are already in it."""
+        """Copy for `model_copy`. The copy shares the set of fields: `model_copy` adds no name that the set lacks."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -86,7 +86,7 @@ def _to_integer(value: object) -> object:
 
 NUMBER_VALIDATOR = BeforeValidator(_to_number)
 INTEGER_VALIDATOR = BeforeValidator(_to_integer)
-"""Put this validator after bounds, as in `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`: forms ignore later ones."""
+"""Put this after the bounds, as in `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`: forms ignore bounds after it."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
 """A finite number of Python or NumPy, or the text of a number, as it comes from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
@@ -211,7 +211,7 @@ def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error:
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return the `TuneError` that a validator raised; without one, the innermost error of the first field.
+    """Return the `TuneError` that a validator raised; if there is none, the innermost error of the first field.
 
     Args:
         invalid: the error of pydantic. The result does not show an invalid text, which may be a secret.

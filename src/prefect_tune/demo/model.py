@@ -16,7 +16,7 @@ import prefect_tune as pt
 class Digits(pt.Trainable):
     """One hidden layer of `width` units, trained by gradient descent with momentum; a step is one batch.
 
-    The next step depends on the arrays and on the generator that draws batches, so both are saved.
+    A step depends on the arrays and on the random generator that draws the batch, so a checkpoint contains both.
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:

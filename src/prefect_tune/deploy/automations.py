@@ -82,8 +82,8 @@ def make_automation_specs(heartbeat_window: timedelta) -> Mapping[str, Automatio
     Args:
         heartbeat_window: time without a heartbeat (at least two intervals) after which a run is marked as crashed.
     """
-    # The runner and, some seconds later, its worker report a crash. A restart between the two reports would start two
-    # processes of the run, so the automation waits. It excludes trials, whose attempts the search restarts itself.
+    # A crash is reported by the runner and, some seconds later, by its worker. A restart between the two reports would
+    # start two processes of the run, so the automation waits. It excludes trials, which the search itself restarts.
     restart = AutomationSpec(
         f"{_PREFIX}restart a crashed run",
         f"Restarts a crashed run of a deployment tagged {_TAG!r} after {_RESTART_DELAY.seconds} s, as the same run, "
@@ -165,7 +165,7 @@ _ALERTS = (
         match=_PACKAGE_EVENTS,
     ),
     # Triggered by Prefect's event, since a run that fails before it has an experiment emits no event of this package.
-    # Runs are matched by flow, not by tag, so that attempts of trials and flows that call `pt.tune` send no alerts.
+    # Runs are matched by flow, not by tag, so that neither trials nor users' flows that call `pt.tune` send alerts.
     _make_alert_spec(
         "alert on a failed run",
         "A run ended with an error. No automation restarts it: fix the cause first.",
@@ -212,8 +212,8 @@ def install_automations(
     """Install automations on the Prefect server, or update existing ones; return their names.
 
     Automations are matched by name; other automations are not changed. Installing twice is the same as installing once.
-    An alert without an action is switched off. An update never switches an automation with an action on or off, and
-    replaces an alert's actions only if `notify` or `run` is passed.
+    An alert without an action is switched off. If an automation has an action, an update does not change whether it is
+    switched on. An update replaces an alert's actions only if `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
@@ -246,7 +246,7 @@ def install_specs(
 
     Args:
         specs: the automations to install. Default: all.
-        without_action: whether a new alert without an action is installed switched off, or is not installed at all.
+        without_action: whether a new alert without an action is installed but switched off, or not installed at all.
     """
     specs = _select_specs(None, _make_heartbeat_window(None)) if specs is None else specs
     with open_server_client("automations") as client:
@@ -274,7 +274,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
 
 def _delete_automation(client: SyncPrefectClient, automation: Automation) -> None:
-    """Delete an automation, which another process, or a request whose response was lost, may already have deleted."""
+    """Delete an automation; do nothing if another process, or a request with a lost response, has deleted it."""
     try:
         client.delete_automation(automation.id)
     except PrefectHTTPStatusError as error:
@@ -354,7 +354,7 @@ def _install_automation(
         first, *duplicates = installed
         for duplicate in duplicates:  # created by concurrent installations
             _delete_automation(client, duplicate)
-        # Every action except DoNothing counts: Prefect Cloud may have types that this version of Prefect lacks.
+        # Everything but DoNothing counts as an action: Prefect Cloud may have action types that this Prefect lacks.
         is_active = first.enabled if _has_action(first.actions) else is_active
         automation = _make_automation(spec, actions or first.actions, enabled=is_active)
         if automation.model_dump(include=_FIELDS) != first.model_dump(include=_FIELDS):  # an update resets the trigger

@@ -23,7 +23,7 @@ class DeployableFlow:
     name: str
     """The name of the flow, and of its deployment."""
     entrypoint: str
-    """A dotted path, because a file path would load a second copy of the module, with different classes."""
+    """The flow's dotted path; a file path would load a second copy of the module, with different classes."""
     description: str
     concurrency_limit: int | None = None
     """The maximum number of concurrent runs; None for no limit."""
@@ -114,7 +114,7 @@ class DeploymentSpec:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     schedules: Sequence[DeploymentSchedule] | None = None
-    """None to keep the existing schedules."""
+    """The schedules; None to keep those that the deployment already has."""
     concurrency_limit: int | None = None
     collision: CollisionStrategy = "cancel-new"
     """Whether Prefect cancels or queues a run above the concurrency limit."""
@@ -128,7 +128,7 @@ def find_deployable_flows(names: Sequence[str]) -> Sequence[DeployableFlow]:
     """Return the deployable flows of these names; all flows if `names` is empty.
 
     Raises:
-        InvalidInput: no flow has one of the names.
+        InvalidInput: a name belongs to no flow.
     """
     flows = {flow.name: flow for flow in DEPLOYABLE_FLOWS}
     for name in names:
@@ -164,7 +164,7 @@ def make_experiment_spec(
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for one experiment: that of `parameters`, or else `prefix` + `name`.
+    """Return the specification of a deployment for the experiment that `parameters` names, or else `prefix` + `name`.
 
     At most one flow run of the deployment runs at a time.
     """

@@ -46,7 +46,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 
 
 def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
-    """Look up a block on a Prefect server without reading its secrets. With `client` bound, this is a `SlugLookup`."""
+    """Look up a block on a Prefect server without reading its secrets. A `partial` with `client` is a `SlugLookup`."""
     try:
         if BLOCK_SLUG.fullmatch(block):
             kind, name = block.split("/")
@@ -63,7 +63,7 @@ def validate_parameters(
 ) -> dict[str, Any]:
     """Return the parameters as the deployment stores them, with the names of blocks instead of the blocks' fields.
 
-    `complete` requires all parameters that a run needs, because a scheduled run shows no form.
+    With `complete`, every parameter that a run needs must be present, because a scheduled run shows no form.
 
     Raises:
         InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message has no secret.
@@ -78,7 +78,7 @@ def validate_parameters(
     if isinstance(sync := validated.get("sync"), Mapping):
         validated["sync"] = _normalize_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # a resume takes the other settings from the journal
+    is_resume = "fork" in schema["properties"]  # the journal has the settings that a resume does not pass
     if "trusted_packages" in passed:
         resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
@@ -105,7 +105,7 @@ def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return a URI or `type/name`, which Prefect does not replace with the block's fields when a run starts."""
+    """Return the target as a URI or `type/name`; Prefect replaces neither with the block's fields at a run's start."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _resolve_saved_block(target["$ref"], field, find_slug)
@@ -151,10 +151,10 @@ def _make_import_path_validator(parameter: str) -> AfterValidator:
 
 
 class _DeploymentOptions(SearchOptions):
-    """Options of a deployment's runs. Import paths are only parsed, since code is installed only where runs execute."""
+    """Options of a deployment's runs. Import paths are only parsed, because only the runs' machines have the code."""
 
     trainable: Annotated[str, _make_import_path_validator("trainable")] = "later:Later"
-    target: Any = None  # like `sync`, checked in `validate_parameters`
+    target: Any = None  # checked in `validate_parameters`, as `sync` is
     space: Annotated[Mapping[str, Any], _SPACE_VALIDATOR] | None = None
     experiment: ExperimentName = "later"
     sync: dict[str, Any] | None = None  # type: ignore[assignment]  # the JSON of a form
@@ -212,7 +212,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[Deployme
     """Create or update these deployments; validate all of them before writing any.
 
     Runs use the package that is installed where they execute, since Prefect pulls no code. If the schedules equal the
-    existing ones, each existing schedule stays active or paused; otherwise the new schedules replace the existing ones.
+    existing ones, these stay as they are, active or paused; otherwise the new schedules replace the existing ones.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.
@@ -225,7 +225,7 @@ def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[Deployme
 
 
 def _require_pool(client: SyncPrefectClient, pool: WorkPool) -> None:
-    """Require that the work pool exists and that its template defines all job variables; Prefect ignores others."""
+    """Require that the work pool exists and defines all job variables, because Prefect ignores undefined ones."""
     try:
         existing = client.read_work_pool(pool.name)
     except ObjectNotFound as missing:

@@ -62,7 +62,7 @@ class ProbeRecord:
     wait_seconds: float
     """The time that the training waited between the previous step and this step, mostly for the previous save."""
     states: Mapping[str, str]
-    """Values or digests, by kind and name; see `probe.collect_states`."""
+    """The states of objects and generators: values or digests, by kind and name; see `probe.collect_states`."""
 
     @property
     def resumed_from(self) -> int:
@@ -114,7 +114,7 @@ class DrillRun:
 
     @property
     def restart_records(self) -> Sequence[ProbeRecord]:
-        """The first record of each attempt after the first attempt."""
+        """The first record of each attempt, except the first attempt."""
         attempts = [1, *(record.attempt for record in self.records)]
         return [record for record, before in zip(self.records, attempts, strict=False) if record.attempt != before]
 
@@ -144,7 +144,7 @@ def read_run(store: ObjectStore, trial: TrialKey, plan: RunPlan) -> DrillRun:
 
 
 def read_records(path: Path) -> Iterator[ProbeRecord]:
-    """Yield the records; skip an incomplete line, which may be the last line of a killed process."""
+    """Yield the records; skip incomplete lines, which killed processes may have left."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def find_kills(plan: RunPlan, records: Sequence[ProbeRecord]) -> Iterator[Kill]:
     trained = [record for record in records if not record.is_restored]
     for victim, killed_at in plan.read_kills():
         attempt = next((record.attempt for record in reversed(trained) if record.ended_at <= killed_at), 1)
-        # Skip the killed attempt: if another rank was killed, rank 0 may train until the supervisor ends it.
+        # Skip the killed attempt: if another rank was killed, rank 0 may train until the supervisor ends the attempt.
         later = (i for i, record in enumerate(trained) if record.ended_at > killed_at and record.attempt > attempt)
         if (index := next(later, None)) is not None:
             next_record, step = trained[index], trained[index - 1].step if index else 0
@@ -182,7 +182,7 @@ class Difference:
 
     @property
     def location(self) -> ValueLocation:
-        """The file and the key, which are the same at every step."""
+        """The file and the key of the value, which are the same at every step."""
         return self.detail.file, self.detail.path or self.detail.key
 
     @property
@@ -231,7 +231,7 @@ def select_first_differences(differences: Sequence[Difference]) -> Sequence[Diff
 
 
 def find_changing_values(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
-    """Return the locations whose values change between consecutive checkpoints of a run, each with its scalars by step.
+    """Return the locations whose values change between consecutive checkpoints of a run, with their scalars by step.
 
     A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
     """
@@ -266,10 +266,10 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 
 # -------------------------------------------------------------------------------- differences without a kill
 #
-# Some differences say nothing about the training, such as a measured time, the time of a save or the id of a run. Such
-# a value is ignored if the values that training changes are equal. Weights are never ignored, so an array, an element
-# of a list or an unreadable file counts as a result. A number in a checkpoint may be a weight, too. It is ignored only
-# if it is a time of day, or if all metrics that differ are measured times, so that no metric can depend on the number.
+# Some values differ in undisturbed runs, too, but say nothing about the training: a measured time, the time of a save,
+# the id of a run. Such a value is ignored if the values that training changes are equal. Weights are never ignored, so
+# an array, an element of a list or an unreadable file is a result. A number in a checkpoint may be a weight, too,
+# so it is ignored only if it is a time of day, or if metrics differ only in measured times: no metric depends on it.
 
 
 def find_result_locations(
@@ -322,7 +322,7 @@ def _is_time_of_day(value: object, run: DrillRun) -> bool:
 
 
 def is_derived_from_step(values: ValueHistory) -> bool:
-    """Return whether the values are integers that never fall, or change by a constant amount or factor per step.
+    """Return whether the values are integers that never fall, or numbers with a constant difference or ratio per step.
 
     Examples are counts of steps, and the learning rates of most schedules.
     """
@@ -361,7 +361,7 @@ def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collec
 
 
 def find_unexplained_differences(run: DrillRun, unstable: Sequence[Difference]) -> Sequence[Difference]:
-    """Return the differences of `unstable` in metrics that training changes and that are not measured times."""
+    """Return those differences of `unstable` whose metric changes during training and is not a measured time."""
     histories = collect_metric_histories(run)
     return [
         difference
@@ -390,7 +390,7 @@ def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
 
 
 def find_unseeded_generators(run: DrillRun, others: Sequence[DrillRun | None]) -> Sequence[Difference]:
-    """Return the generators that `run` draws from and whose states differ in the first attempt of another run."""
+    """Return a difference for each generator that `run` uses and whose state differs in another run's first attempt."""
     states = {record.step: record.states for record in reversed(run.records) if record.attempt == 1}
     names = {name for at_step in states.values() for name in at_step if name.startswith(("global ", "rng "))}
     drawn = {name for name in names if len({at_step.get(name) for at_step in states.values()}) > 1}

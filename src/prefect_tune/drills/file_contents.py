@@ -1,8 +1,8 @@
 """Compare two files of a checkpoint: by their values if the format is known, else by their bytes.
 
 Files with equal values are equal even if their bytes differ. For example, the bytes of a pickle depend on which of its
-objects are identical, which a load changes. No pickle is executed: `torch.load` reads with `weights_only=True`, NumPy
-reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
+objects are identical, and loading changes that. No pickle is executed: `torch.load` reads with `weights_only=True`,
+NumPy reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
 
 Never report two files as equal if some bytes were not compared, except times in headers and bytes that follow from the
 values (sizes, checksums, offsets).
@@ -72,7 +72,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
         files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # Parquet stores no times, so files with other bytes do differ, even if all columns and metadata are equal.
+        # Parquet stores no times, so if the bytes differ, the files do differ, even with equal columns and metadata.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -90,7 +90,7 @@ class _FileContent:
     name: str
     data: memoryview
     path: Path | None = None
-    """None for a member of an archive."""
+    """The path of the file; None for a member of an archive."""
 
     def open(self) -> Any:
         return io.BytesIO(self.data) if self.path is None else self.path.open("rb")
@@ -116,12 +116,12 @@ def _read_values(file: _FileContent) -> Any:
         with suppress(ValueError):
             return _read_json(file)
     if suffix in _TORCH_SUFFIXES and find_spec("torch"):
-        with suppress(Exception):  # torch would execute a pickle: read the file with stand-ins below
+        with suppress(Exception):  # torch refuses an unsafe pickle: read it with stand-ins below
             return _read_torch(file)
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
     if head.startswith((b"\x80", b"\x78")):
-        with suppress(Exception):  # no pickle: a text may begin with these bytes, too
+        with suppress(Exception):  # this may be no pickle, since a text may begin with these bytes, too
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
@@ -217,7 +217,7 @@ def _read_parquet(file: _FileContent) -> TreeNode:
 
 
 def _read_torch(file: _FileContent) -> object:
-    """Return the saved object. Its tensors, which may be larger than the memory, are read only for the comparison."""
+    """Return the saved object. Its tensors may be larger than the memory; they are read only when they are compared."""
     torch, objects = import_module("torch"), list[object]()
     if bytes(file.data[:4]) == b"PK\x03\x04":
         source, is_mapped = (file.open(), None) if file.path is None else (file.path, True)
@@ -233,7 +233,7 @@ def _read_compressed(file: _FileContent, decompress: Callable[[bytes], bytes]) -
 
 
 def _read_zip(file: _FileContent) -> Any:
-    """Return the values of `torch.save` or skops by their paths, and the values of other members by their names."""
+    """Return the values from `torch.save` or skops by their paths, and the values of other members by their names."""
     with file.open() as stream, zipfile.ZipFile(stream) as archive:
         _require_no_gaps(archive, file.data)
         names = archive.namelist()
@@ -243,7 +243,7 @@ def _read_zip(file: _FileContent) -> Any:
     top = next((name.removesuffix(_TORCH_PICKLE) for name in names if name.endswith(f"/{_TORCH_PICKLE}")), None)
     if top is not None and find_spec("torch"):
         used = {f"{top}{_TORCH_CHECKSUM}"}
-        with suppress(Exception):  # torch would execute a pickle: compare the members, without tensor names
+        with suppress(Exception):  # torch refuses an unsafe pickle: compare the members, without tensor names
             content = _read_torch(file)
             used = {name for name in names if name.removeprefix(top) in _TORCH_FILES or name.startswith(f"{top}data/")}
     elif _SKOPS_SCHEMA in names:
@@ -424,7 +424,7 @@ def _read_joblib_array(file: io.BytesIO, header: Mapping[str, Any]) -> object:
 
 
 def _read_pickles(file: _FileContent) -> object:
-    """Return the values of the consecutive pickles in a file, or in a zlib stream, which joblib writes."""
+    """Return the values of the consecutive pickles in a file, or in a zlib stream such as joblib writes."""
     data = bytes(file.data)
     if data.startswith(b"\x78"):
         unpacking = zlib.decompressobj()

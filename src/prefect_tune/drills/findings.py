@@ -29,7 +29,7 @@ from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
 _KIND_NOUNS = {
     "global": "a global random generator",
     "rng": "the state of a random generator",
-    "schedule": "the learning-rate schedule",  # before the optimizer, whose rate it sets
+    "schedule": "the learning-rate schedule",  # before the optimizer, since it sets the optimizer's rate
     "scaler": "the gradient scaler",
     "optimizer": "the optimizer",
     "data": "the place in the data",
@@ -51,7 +51,7 @@ _ADVICE = {
     "metric": "save and load it if the next step reads it",
 }
 _FILLED_ON_USE = frozenset({"optimizer", "schedule", "scaler"})
-"""Kinds of states that get entries on their first use, such as the moments of an optimizer."""
+"""Kinds of objects whose states get entries on first use, such as the moments of an optimizer."""
 _ABSENT = "absent"
 _LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
 """Kinds of states that affect the training sooner or later; an attribute may never affect the training."""
@@ -101,7 +101,7 @@ def find_unrestored_states(
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
     undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to the
     step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step after
-    the resume of a function, all values computed from sums differ, whatever the cause. So return such a value only if
+    the resume of a function, every value computed from sums differs, whatever the cause, so return such a value only if
     no generator, count or rate differs. Return a variable that holds a metric only if all other differing states are
     `saved` in checkpoints. Return a saved state only if no other state differs.
     """
@@ -142,7 +142,7 @@ def _select_causes(
 
 
 def _may_be_cause(state: UnrestoredState) -> bool:
-    """Return whether a state may be a cause. One step later, sums may be results; generators and counts are not."""
+    """Return whether a state may be a cause: one step later, sums may be mere results, unlike generators and counts."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -257,11 +257,11 @@ class DrillReport(RenamedMembers):
     unstable: Sequence[Difference]
     """The differences that also occur without a kill; values that training changes come first."""
     is_inconclusive: bool
-    """Whether the values that are equal, such as step counts, would be equal in any training."""
+    """Whether the equal values prove nothing, since such values, like step counts, are equal in any training."""
     unrestored: Sequence[UnrestoredState]
     """The states that were probably not restored."""
     save: SaveCosts | None
-    """None if nothing was saved."""
+    """The costs of a save; None if nothing was saved."""
     advice: SaveAdvice | None
     """How often to save; None if nothing was saved."""
 
@@ -369,7 +369,7 @@ def _format_list(prefix: str, differences: Sequence[str]) -> Iterator[str]:
 
 
 def _summarize_differences(differences: Sequence[Difference]) -> Sequence[str]:
-    """Return the differences as texts, with one text for all differences in the same list."""
+    """Return the differences as texts, with one text for all differences between elements of the same list."""
     lists: dict[tuple[str, str], list[Difference]] = {}
     for diff in differences:
         lists.setdefault((diff.detail.file, re.sub(r"(\.|^)\d+(\.\d+)*$", "", diff.detail.key)), []).append(diff)
@@ -420,7 +420,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         steps=plan.steps,
         compared_metric_count=sum(map(len, compared.values())),
         compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
-        # Kept bytes: the undisturbed run sent all new bytes, the upload after the resume only those that were missing.
+        # Kept bytes are the difference: the undisturbed run sent all new bytes, the repeated upload only missing ones.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],

@@ -18,7 +18,7 @@ _VICTIMS_WITH_RANKS: tuple[Victim, ...] = ("rank", *_VICTIMS)
 
 @dataclass(frozen=True, slots=True)
 class DrillPlan:
-    """The trainable of a drill, and its kills: the step after which each is made, and the process that it kills."""
+    """The trainable of a drill, and the kills: for each kill, the step after which it is made, and the victim."""
 
     trainable: str
     """`package.module:Name`."""
@@ -37,7 +37,7 @@ def plan_kills(
 ) -> tuple[tuple[int, Victim], ...]:
     """Return the steps after which a drill kills, each with the victim. The steps are `at`, or `count` random steps.
 
-    If enough steps follow the first save, draws only these, because a resume from step 0 shows little.
+    If enough steps follow the first save, random steps are drawn from these, because a resume from step 0 shows little.
 
     Raises:
         InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.

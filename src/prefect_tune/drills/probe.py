@@ -1,9 +1,9 @@
 """The trainable of a drill: the user's trainable, with a probe that records states and makes the planned kills.
 
 The probe runs in the trial's process. It writes a record after each step as a line of a file on this machine, so a kill
-loses no record. A record has digests of all states on which the next step may depend: the generators of Python, NumPy
-and PyTorch, and the attributes of a class, or the local variables of a function at its reports. The drill compares the
-digests of a resumed run and of the undisturbed run, and names the states that were not restored.
+loses no record. A record has digests of all states on which the next step may depend: the random generators of Python,
+NumPy and PyTorch, and the attributes of a class, or the local variables of a function at a report. The drill compares
+the digests of a resumed run with those of the undisturbed run, and names the states that were not restored.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> object:
     loaded = load_trainable(plan.trainable)
     train = cast(Callable[..., object], loaded)
     wrapped = _wrap_class(loaded, plan) if isinstance(loaded, type) else _wrap_function(train, plan)
-    globals()[name] = wrapped  # pickle looks up the class by its name
+    globals()[name] = wrapped  # so that pickle finds the class by its name
     return wrapped
 
 
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> object:
 
 
 def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    probe = _Probe(plan)  # not an attribute of the trainable, which may save all of its attributes
+    probe = _Probe(plan)  # no attribute of the trainable, because a trainable may save all of its attributes
 
     class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
 
 def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[..., object]:
     """Return the function with a probe at each report, including reports by callbacks of a framework."""
-    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # a callable object has no code
+    code = getattr(inspect.unwrap(getattr(train, "func", train)), "__code__", None)  # None for a callable object
 
     @functools.wraps(train)
     def train_with_probe(config: dict[str, Any]) -> object:
@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time. If a kill is due after the previous step, which was reported, make the kill."""
+        """Measure the waiting time. If a kill is due after the previous step, which is now reported, make the kill."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -225,7 +225,7 @@ class _Probe:
         }
         with self._plan.records_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self._ended = time.time()  # the time to write the record is not training time
+        self._ended = time.time()  # so that writing the record does not count as training time
 
 
 # ------------------------------------------------------------------------------------------------- digests of states
@@ -238,7 +238,7 @@ def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _compute_digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():  # a training on the CPU must not use memory of a GPU
+        if torch.cuda.is_initialized():  # else this would begin to use GPU memory for a training on the CPU
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 yield f"global torch.cuda:{number}", _compute_digest(state)
     yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_STATES)
@@ -313,7 +313,7 @@ def iter_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def to_array(value: Any) -> Any:
-    """Return a tensor as an array, and any other value unchanged. Widen floats that NumPy lacks; widening is exact."""
+    """Return a tensor as an array, and any other value unchanged. Floats that NumPy lacks are widened without loss."""
     if not all(hasattr(value, name) for name in ("detach", "is_floating_point")):
         return value
     local = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of a DTensor
@@ -333,7 +333,7 @@ def _format_leaf(value: object) -> str:
 
 
 class _HashFile:
-    """A writable file that hashes its data; `write` raises `OverflowError` above `max_bytes` in all."""
+    """A writable file that hashes its data; `write` raises `OverflowError` once the total exceeds `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -372,8 +372,8 @@ def _compute_digest(value: Any) -> str:
 
 # -------------------------------------------------------------------------------------- a directory for each attempt
 #
-# An attempt leaves files in its working directory. On another machine, the next attempt would not have these files, and
-# a training that reads them must not pass as exact. So each attempt trains in its own copy of the directory.
+# An attempt leaves files in its working directory. On another machine, the next attempt would not have these files, so
+# a training that reads them must fail the drill. Therefore, each attempt trains in its own copy of the directory.
 #
 #     /home/me/project          the working directory of the drill; its attempts do not write there
 #     FOLDER/home/me/project    its copy, in which an attempt trains
@@ -402,7 +402,7 @@ def _link_parents(original: Path, folder: Path) -> None:
     for depth, part in enumerate(original.parts[1:], 1):
         above, copied = Path(*original.parts[:depth]), Path(folder, *original.parts[1:depth])
         copied.mkdir(parents=True, exist_ok=True)
-        with suppress(PermissionError):  # this process may not read the directory
+        with suppress(PermissionError):  # this process has no permission to read the directory
             for entry in os.scandir(above):
                 if entry.name != part:
                     (copied / entry.name).symlink_to(above / entry.name)

@@ -1,7 +1,7 @@
 """Run a drill: an undisturbed run, a run with kills and resumes, and their comparison.
 
 A terminal shows one line per run, with its commits, kills and resumes, and one line with the current activity and its
-usual duration. The report follows. Without a terminal, such as in a pipe, each activity prints a line when it begins.
+usual duration. The report follows. If the output is not a terminal, a line is printed when each activity begins.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _log = get_logger("prefect_tune")
 _MAX_OUTPUT_CHARACTERS, _ERROR_MARK = 2000, "| ERROR "
 _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 10, 600.0  # a run that takes 10 times as long as run 1 counts as hung
 _RUN_START_TIME, _KILL_TIME, _IMPORT_TIME, _SERVER_START_TIME = "5 to 30 s", "1 to 15 s", "1 to 15 s", "5 to 20 s"
-"""The usual durations on two cores, from those without other programs to those with eight other programs running."""
-# The number of threads changes the order in which sums are rounded. With one thread, bits are comparable.
+"""The usual durations on two cores: the shortest if no other program runs, the longest if eight other programs run."""
+# The number of threads changes the order of additions, and so the rounding. With one thread, results match bit by bit.
 _ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _IMPORT_SCRIPT = """import os, sys
 from pathlib import Path
@@ -134,7 +134,7 @@ def run_drill(
 
 
 def require_resume_from_checkpoint(undisturbed: DrillRun, killed: DrillRun) -> None:
-    """Raise `TuneError` if the killed run never resumed from a checkpoint, so that the drill would prove nothing."""
+    """Raise `TuneError` if the killed run never resumed from a checkpoint, since the drill then proves nothing."""
     if not undisturbed.manifests:
         raise TuneError("no saved checkpoint: report a checkpoint, or implement save_checkpoint and load_checkpoint")
     if not any(kill.resumed_from for kill in killed.kills):
@@ -202,15 +202,15 @@ class Drill:
         return f"{summary}; each kill (after step {steps}) usually adds {_KILL_TIME}"
 
     def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
-        """Return the differences between the runs, and the differences without a kill.
+        """Return the differences between the runs, and the differences that occur even without a kill.
 
-        The second run is undisturbed before its first kill. If that part of the run does not explain the differences,
-        this method trains a third run.
+        The second run is undisturbed before its first kill. If the differences in that part do not explain the later
+        differences, this method trains a third, undisturbed run.
         """
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         early = [diff for diff in differences if diff.step <= killed.undisturbed_steps]
-        # A value that one run lacks is no evidence, because that run may have had the value until the kill.
+        # A missing value is no difference without a kill, because the run may have had this value until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -248,7 +248,7 @@ class Drill:
             log.open("ab") as output,
             subprocess.Popen(
                 [sys.executable, *get_interpreter_flags(), "-m", "prefect_tune.drills.training", json.dumps(options)],
-                stdin=subprocess.PIPE,  # the run sees EOF when this process ends, and then ends, too
+                stdin=subprocess.PIPE,  # at the end of this process, the run reads EOF and ends, too
                 stdout=output,
                 stderr=output,
                 env={**self.environment, **_ONE_THREAD, **plan.to_environment()},
@@ -439,14 +439,14 @@ class DrillProgress:
 
 
 def print_report(report: DrillReport, console: Console) -> None:
-    """Print the report, with a mark that shows its verdict before the first line."""
+    """Print the report. A mark before its first line shows the verdict."""
     mark = Text("  ✓ ", "bold green") if report.is_exact else Text("  ✗ ", "bold red")
     for number, line in enumerate(map(make_visible_line, report.lines())):
         console.print(Text(f"    {line.strip()}") if number else mark + Text(line), soft_wrap=True)
 
 
 def render_runs(runs: Sequence[RunProgress]) -> Table:
-    """Return a table with a row for the progress of each run."""
+    """Return a table with one row per run, which shows the progress of the run."""
     table = Table.grid(padding=(0, 2))
     for number, run in enumerate(runs, 1):
         step, seconds = f"step {run.step}" if run.step else "", f"{run.seconds:.1f} s"

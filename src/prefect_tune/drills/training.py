@@ -41,7 +41,7 @@ class _KillingStore:
         if "/blobs/" not in path:
             return
         with self._plan.records_path.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # the record of a step is written before the step's save
+            last = deque(records, maxlen=1)[0]  # of the step being saved, since a step's record precedes its save
         if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 

@@ -66,7 +66,7 @@ class _Comparison:
     name: str
     differences: list[FileDifference] = field(default_factory=list)
     compared: dict[tuple[int, int], object] = field(default_factory=dict)
-    """Pairs that are equal or being compared, by their ids; the stored objects stay alive, so no id is reused."""
+    """The pairs that are equal or being compared, by the ids of both objects; no id is reused while they are stored."""
 
     def compare(self, expected: object, actual: object, path: ValuePath) -> None:
         pair = id(expected), id(actual)
@@ -138,7 +138,7 @@ def make_key_token(key: object) -> str:
 
 
 def _format_token(token: str) -> str:
-    """Return the token in its common form, such as `exp_avg` or `3`."""
+    """Return the token in the form for display, such as `exp_avg` or `3`."""
     if token[:1] not in {"'", '"'} or token[-1:] != token[:1]:
         return token.removeprefix("#")
     key = str(literal_eval(token))

@@ -39,7 +39,7 @@ from prefect_tune.storage_retries import with_retries
 _Response = TypeVar("_Response")
 _POLL_INTERVAL_SECONDS = 2.0
 _NODES_END_TIMEOUT_SECONDS = 60.0
-_NODE_0_END_TIMEOUT_SECONDS = 30.0  # how long node 0 may run after the other nodes have ended
+_NODE_0_END_TIMEOUT_SECONDS = 30.0  # how long node 0 can run after the other nodes have ended
 _MIN_CPU = 0.01
 _WAIT_REASON_INTERVAL_SECONDS, _SLOT_RETRY_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # Prefect's maximum
@@ -56,14 +56,14 @@ class _Canceller(Enum):
 
     USER = auto()
     CONCURRENCY_LIMIT = auto()
-    """The deployment's concurrency limit, by which Prefect cancels runs that get no slot."""
+    """The deployment's concurrency limit, because of which Prefect cancels runs that get no slot."""
 
 
 class TaskRunnerLauncher:
     """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
 
     Each node is a task. Ray starts all nodes of an attempt together, in a placement group. Dask starts each node when a
-    worker is free. If an attempt still lacks a node after 10 minutes, it fails and releases its workers.
+    worker is free. An attempt that still lacks a node after 10 minutes fails and releases its workers.
     """
 
     attempts_outlive_search = False
@@ -102,7 +102,7 @@ class TaskRunnerLauncher:
         return wait_for_tasks
 
     def cancel_unstarted_attempts(self) -> None:
-        """Do nothing, because a task that waits for a worker starts later, and then reads that it must end."""
+        """Do nothing, because a task that still waits for a worker starts later, and then reads that it must end."""
 
 
 class _PlacementGroup:
@@ -134,7 +134,7 @@ def _make_context_factory(runner: object, resources: Resources | None) -> Callab
         return nullcontext
     if kind == "DaskTaskRunner":
         dask = import_module("dask")
-        # Reserve only the requested resources, because a task waits forever for a resource that no worker declares.
+        # Do not reserve the default of one CPU, because a task waits forever for a resource that no worker declares.
         needed = {"CPU": resources.cpu if resources.cpu != 1 else 0, "GPU": resources.gpu}
         return lambda: dask.annotate(resources={name: amount for name, amount in needed.items() if amount})
     if kind == "RayTaskRunner":
@@ -155,7 +155,7 @@ class DeploymentLauncher:
         self._deployment, self._job_variables = deployment, dict(job_variables) if job_variables else None
         self._key_counts: Counter[str] = Counter()
         self._withdrawn = threading.Event()
-        self._poll_lock = threading.Lock()  # held while an attribute below changes
+        self._poll_lock = threading.Lock()  # held while the attributes below are changed
         self._polled_at = self._wait_reason_polled_at = -math.inf
         self._awaited: set[UUID] = set()
         self._ended: dict[UUID, _Canceller | None] = {}
@@ -208,7 +208,7 @@ class DeploymentLauncher:
         request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
         spec_parameters, request_parameters = make_spec_parameter(spec), make_request_parameter(request)
         parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
-        # The key differs for other targets, and for later experiments of the same name.
+        # Experiments on other targets, and later experiments of the same name, have other keys.
         target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)
@@ -221,7 +221,7 @@ class DeploymentLauncher:
         if others:
             with self._poll_lock:
                 self._others[first.id] = {run.id for run in others}
-                self._awaited |= self._others[first.id]  # `cancel_unstarted_attempts` cancels only awaited runs
+                self._awaited |= self._others[first.id]  # so that `cancel_unstarted_attempts` can cancel them
         names = ", ".join(run.name for run in (first, *others))
         get_run_logger().info("trial %s, attempt %d: flow run %s", spec.trial.trial, attempt, names)
         return first.id
@@ -371,7 +371,7 @@ def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | N
 
 
 def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
-    """Return the state of each run; None for a deleted run. If `withdrawn`, cancel the runs that have not begun.
+    """Return each run's state (None: deleted). If the search stops (`withdrawn`), cancel the runs that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """
@@ -396,7 +396,7 @@ def _find_canceller(
 ) -> _Canceller | None:
     """Return the canceller of a run that has ended; None if the run was not cancelled, or if the search cancelled it.
 
-    If a user cancels a run that has begun, the run first gets the state Cancelling.
+    A run that had the state Cancelling was cancelled by a user, after it had begun.
     """
     if state is None or not state.is_cancelled():
         return None

@@ -4,8 +4,8 @@
     attempt    RemoteSearchChannel: posts to its outbox, and polls the target for decisions
 
 A report that needs a decision is posted immediately. The present owner of the experiment writes the decision as an
-object, even if another owner started the attempt. An unreadable post ends its attempt, because the driver then closes
-the attempt's outbox; the driver also adopts the attempt's checkpoints.
+object, even if another owner started the attempt. If a post is unreadable, the driver closes the attempt's outbox,
+which ends the attempt, and adopts the attempt's checkpoints.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _JSON_KEY = "json"
 
 
 def make_spec_parameter(spec: TrialSpec) -> dict[str, Any]:
-    """Convert `spec` to a parameter of `train_trial`, which contains no secrets and is valid in any process.
+    """Convert `spec` to a parameter of `train_trial` that contains no secrets and is valid in any process.
 
     Raises:
         InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
@@ -106,7 +106,7 @@ class RemoteSearchChannel(SearchChannel):
     """Connects an attempt to its search through the target. It can be pickled until `subscribe` is called.
 
     Args:
-        owner_term: the term of the search that starts the attempt. Attempts of one term share a pool in each process.
+        owner_term: the term of the owner that starts the attempt. In each process, attempts of one term share a pool.
         reuse: how that pool shares the import of the trainable's module.
         pool: a pool to use instead of the shared pool; it is not pickled.
     """
@@ -200,9 +200,9 @@ class RemoteSearchChannel(SearchChannel):
         """Deliver the answers that have arrived; return True if one of them is the awaited answer.
 
         An error of the target is ignored, since the next poll reads again. An answer that is damaged or of an unknown
-        version stops the trial. The trial saves and ends, and its next attempt gets other answers. If an answer is
-        late, a closed outbox also stops the trial, because a new owner has ended the attempt. A waiting trial posts
-        nothing, and so would not notice the new owner.
+        version stops the trial: the trial saves and ends, and its next attempt gets other answers. If an answer is
+        late, also check the outbox: a waiting trial posts nothing, and so would not notice that a new owner has closed
+        the outbox to end the attempt. A closed outbox stops the trial, too.
         """
         unsolicited, step, is_closed = None, self._awaited_step, False
         try:
@@ -236,7 +236,7 @@ class RemoteSearchChannel(SearchChannel):
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines. A second launch for the same outbox finds the first attempt."""
+    """Launches attempts on other machines. If attempts outlive the search, a second launch finds the first attempt."""
 
     @property
     def attempts_outlive_search(self) -> bool:
@@ -275,7 +275,7 @@ class _RemoteAttempt:
         return self.unread_since is not None and now - self.unread_since <= _MAX_READ_OUTAGE.total_seconds()
 
     def address_answer(self, step: int, answer: AnyAnswer) -> _AddressedAnswer:
-        """Return the answer with the address of this attempt at `step`."""
+        """Return `answer`, addressed to this attempt at `step`."""
         return self.spec.trial, self.number, step, answer
 
     def needs_decision_at(self, step: int) -> bool:
@@ -332,7 +332,7 @@ class RemoteExecutor:
         threading.Thread(target=copy_context().run, args=(wait_for_end,), daemon=True).start()
 
     def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Queue an answer for the next `poll_messages` to write; do nothing if the attempt has ended."""
+        """Queue an answer, which the next `poll_messages` writes; do nothing if the attempt has ended."""
         if (attempt := self._attempts.get(trial)) is None:
             return
         if isinstance(answer, ContinueTraining):
@@ -417,7 +417,7 @@ class RemoteExecutor:
         messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # the attempt may be waiting
+                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # it may await the decision
                     messages.append(RemoteAttemptStarted(trial))
                 case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))

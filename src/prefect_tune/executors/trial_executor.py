@@ -37,7 +37,7 @@ _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """The task of an attempt has exited, with this error, if any. The attempt is lost if the journal lacks its end."""
+    """An attempt's task has exited, or raised `error`. If the journal lacks the attempt's end, the attempt is lost."""
 
     trial: str
     error: BaseException | None = None
@@ -54,7 +54,7 @@ class PostArrived:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAttemptStarted:
-    """An attempt has started on another machine. It may have missed decisions, and may wait at its milestone."""
+    """An attempt on another machine has started at a milestone. Resend the answer for which the attempt may wait."""
 
     trial: str
 
@@ -101,7 +101,7 @@ class TrialExecutor(Protocol):
         """Start the requested attempt of a trial, or find the attempt if it already runs on another machine."""
 
     def send_answer(self, trial: str, answer: ContinueTraining | StopTrial, step: int | None = None) -> None:
-        """Answer a trial that waits at `step`, or without `step`, unsolicited. Do nothing if the trial has ended."""
+        """Answer a trial that waits at `step` (None: an unsolicited answer). Do nothing if the trial has ended."""
 
     def stop_all(self) -> None:
         """Ask every trial to save and end."""
@@ -121,7 +121,7 @@ def stop_and_wait(
 ) -> None:
     """Ask every trial to save and end; wait up to `grace` plus 3 s, and journal the events that the trials submit.
 
-    `journal` is called with the events since its last call, possibly none. If attempts continue after their search, do
+    Each call of `journal` gets the new events, possibly none. If attempts outlive their search, this function does
     nothing, because the next owner takes over these attempts. Raises the errors of `stop_all`.
     """
     if executor.attempts_outlive_search:
@@ -195,7 +195,7 @@ class LocalExecutor:
         self._is_closed = False
         self._guard = threading.Lock()
         self._awaited_events: dict[str, EventsSubmitted] = {}
-        """By trial, the submitted events for whose journal entry the trial waits."""
+        """The last submitted events of each trial that waits until its events are journaled."""
         self._channels: dict[str, InProcessChannel] = {}
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class LocalExecutor:
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial, used_slots = spec.trial.trial, self._slots.values()
         channel = self._channels[trial] = InProcessChannel(trial, self._on_message, self._pool)
-        if self._environments:  # the lowest free slot, since an idle process of that slot has the same devices
+        if self._environments:  # the lowest free slot, to reuse an idle process that has the slot's devices
             slot = next(slot for slot in range(len(self._environments)) if slot not in used_slots)
             self._slots[trial] = slot
             request = replace(request, environment={**request.environment, **self._environments[slot]})
@@ -256,7 +256,7 @@ class LocalExecutor:
                 submitted.entry_written.set_exception(error)
 
 
-# Slots: how many trials train in parallel, and the resources of each.
+# Slots: how many trials train in parallel, and the resources of each trial.
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +278,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial`, the smallest limit is the number of slots; without a limit, it is the number of CPUs
-    divided by a trial's processes. The slots share the CPUs; if there are fewer trials than slots, the trials do.
+    Without `resources_per_trial`, the number of slots is the smallest limit; without a limit, it is the number of CPUs
+    divided by a trial's processes. Each slot gets an equal share of the CPUs; with fewer trials than slots, each trial.
 
     Args:
         plan: the plan, which may limit the number of slots.
@@ -292,7 +292,7 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     cpu_count, needed, is_thread = count_available_cpus(), plan.resources, plan.isolation == "thread"
     if needed is None:
         count = max_slots or max(1, cpu_count // compute_process_count(plan.processes_per_trial, 1))
-        trial_count = None if plan.samples_per_run else plan.trial_count  # with samples, only the journal has the total
+        trial_count = None if plan.samples_per_run else plan.trial_count  # then only the journal has the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
         gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(list_gpus(os.environ)) // count
@@ -322,10 +322,10 @@ def get_local_machine(total: Mapping[str, float] | None = None) -> Machine:
 
 
 def _make_slot_variables(plan: SearchPlan, cpu_count: float, gpu_count: int) -> dict[str, str]:
-    """Return the variables of a slot: the number of its processes, and the threads of each process's libraries.
+    """Return a slot's environment variables: its number of processes, and how many threads their libraries may start.
 
     By default, a numeric library uses all CPUs of the machine. If the threads of several trials outnumber the CPUs,
-    busy waiting doubles the CPU time.
+    the busy waiting of these threads doubles the CPU time.
     """
     processes = compute_process_count(plan.processes_per_trial, gpu_count or int(cpu_count))
     variables = {} if isinstance(plan.processes_per_trial, int) else {PROCESSES_VARIABLE: str(processes)}

@@ -1,1 +1,1 @@
-"""Integrations of other libraries, each an extra: training frameworks and Optuna."""
+"""Integrations with training frameworks and with Optuna. Each one needs an extra, such as `prefect-tune[torch]`."""

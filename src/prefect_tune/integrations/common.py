@@ -1,4 +1,4 @@
-"""Helpers for the callbacks of all frameworks: select metrics, report a step, move paths, name missing extras."""
+"""Helpers for the callbacks of all frameworks: metrics, reports, a path for each trial, errors about missing extras."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefect_tune.runtime.trainable import StopTraining, get_checkpoint, get_pro
 _log = logging.getLogger("prefect_tune")
 
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
-"""One metric, several metrics, `{reported name: framework's name}`, or None for all."""
+"""The metrics that a callback reports: one name, several, `{reported name: framework's name}`, or None for all."""
 
 
 def select_metrics(
     metrics: Mapping[str, object], wanted: MetricNames, *, allow_missing: bool = False
 ) -> Mapping[str, object]:
-    """Select the wanted metrics from a framework's metrics. With `allow_missing`, leave out missing metrics.
+    """Select the wanted metrics from a framework's metrics. With `allow_missing`, skip missing metrics.
 
     Raises:
         BadMetric: a wanted metric is missing.
@@ -40,10 +40,10 @@ def select_metrics(
 
 
 def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
-    """Report a step, with a checkpoint if one is due; return False if the trial has ended and the loop must end.
+    """Report a step, with a checkpoint if one is due; return False if the trial has ended: then end the training loop.
 
-    The code after the loop runs as it does after early stopping, but its reports are ignored. With `allow_missing`, the
-    report may lack the search's metric, for example before the first validation has finished.
+    The user's code after the loop still runs, as it does after early stopping, but its reports are ignored. With
+    `allow_missing`, the report may lack the search's metric, for example before the first validation has finished.
     """
     try:
         report_step(metrics, save, allow_missing=allow_missing)
@@ -77,16 +77,16 @@ def make_trial_path(path: str, option: str | None = None) -> str:
     """Return a path that no other trial uses, for files that the framework would write to `path` in every trial.
 
     The path is below the trial's directory; for a URI, it is the URI with the trial's ID appended. `path` itself is
-    returned if it contains the trial's ID, or is in the trial's directory or in its folder for temporary files.
+    returned if it contains the trial's ID, or is in the trial's directory or in the trial's own temporary folder.
 
     Args:
         path: a path or a URI.
-        option: the option that a warning names if the user's path is replaced; None for no warning.
+        option: the user's option that set `path`; a warning names it if the path is replaced. None for no warning.
     """
     trial, absolute = get_trial(), Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links need not be followed
     # With isolation="thread", all trials share the folder for temporary files, so it is no trial's own folder.
     own_folders = [trial.directory, *([Path(tempfile.gettempdir())] if get_process_session() is not None else ())]
-    part = r"\d" if trial.id.isdigit() else r"[^\W_]"  # 00001 is not in run-100001
+    part = r"\d" if trial.id.isdigit() else r"[^\W_]"  # so that run-100001 does not contain ID 00001
     has_id = re.search(f"(?<!{part}){re.escape(trial.id)}(?!{part})", path)
     if has_id or any(absolute.is_relative_to(folder) for folder in own_folders):
         return path
@@ -101,7 +101,7 @@ def make_trial_path(path: str, option: str | None = None) -> str:
 
 
 def find_sibling_callbacks(callback: object) -> Sequence[object]:
-    """Find the list that contains `callback` in the callers' frames, since Keras and XGBoost do not pass the list."""
+    """Search the callers' frames for the list with `callback` in it, since Keras and XGBoost do not pass that list."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
@@ -112,7 +112,7 @@ def find_sibling_callbacks(callback: object) -> Sequence[object]:
 
 
 def missing_extra_error(error: ModuleNotFoundError, extra: str, *modules: str) -> ImportError:
-    """Return an error with the install command of the extra; `error` itself if another module is missing."""
+    """Return an error that names the extra's install command; return `error` itself if another module is missing."""
     if (error.name or "").partition(".")[0] not in (modules or (extra,)):
         return error
     install = f"pip install 'prefect-tune[{extra}]'"

@@ -41,7 +41,7 @@ _PATH_ATTRIBUTES = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path to which a callback writes. The callback's other attributes may have paths below it."""
+"""The attribute with the path to which a callback writes. Its other attributes may contain paths below that path."""
 
 
 def get_initial_epoch() -> int:
@@ -73,7 +73,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
     ```
 
     A resume restores weights, the optimizer's state, the seeds of layers, and the global generators of Python, NumPy
-    and PyTorch, from which `fit` draws the order of the data. The model must be compiled, and built by its first `fit`.
+    and PyTorch, from which `fit` draws the order of the data. The model must be compiled; `fit` builds it if necessary.
     Other callbacks (`EarlyStopping`, `ReduceLROnPlateau`) lose their state on a resume; use `pt.Plateau` to stop early.
     The position within an epoch is not saved, so the smallest interval between saves is one epoch.
 
@@ -110,7 +110,7 @@ class TuneReportCheckpointCallback(keras.callbacks.Callback):
         del logs
         if epoch != self._epochs:
             raise InvalidInput(f"initial_epoch: expected {self._epochs}, found {epoch}; pass get_initial_epoch()")
-        if (state := self._restored_random_state) is not None:  # restored here, since building the model draws numbers
+        if (state := self._restored_random_state) is not None:  # restored here, after `fit` drew numbers for the model
             version, internal, gauss = state["python"]
             random.setstate((version, tuple(internal), gauss))
             name, keys, *rest = state["numpy"]

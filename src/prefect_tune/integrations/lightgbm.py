@@ -81,7 +81,7 @@ class TuneReportCheckpointCallback:
 
 
 class _LightgbmReplayCallback(TuneReportCheckpointCallback):
-    """Does not report the first `reported_rounds` rounds, which an earlier attempt has reported."""
+    """Reports the rounds after the first `reported_rounds` rounds, which an earlier attempt has already reported."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -116,7 +116,7 @@ def train(
         num_boost_round: the number of rounds in all segments together.
         segment_rounds: the number of rounds in a segment. A resume repeats fewer rounds than a segment has.
         metrics: see `TuneReportCheckpointCallback`.
-        options: options of `lgb.train`; `callbacks` restart in each segment.
+        options: options of `lgb.train`. The state of `callbacks` starts anew in each segment.
     """
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None

@@ -69,8 +69,8 @@ class TuneReportCheckpointCallback(Callback):
     trainer.fit(model, loader, ckpt_path=get_checkpoint_path(), weights_only=True)
     ```
 
-    The state is Lightning's own state and the random generators, which Lightning does not save. The data must resume at
-    its position: use `prefect_tune.integrations.torch.ResumableLoader`, or another loader with `state_dict`. Epoch
+    The state is Lightning's own state and the random generators, which Lightning does not save. The loader must resume
+    at its position: use `prefect_tune.integrations.torch.ResumableLoader`, or another one with `state_dict`. Epoch
     averages of metrics logged with `on_epoch=True` include only the batches since a resume. With `processes_per_trial`,
     pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
@@ -114,7 +114,7 @@ class TuneReportCheckpointCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the number of processes before the training, and move output paths below the trial's directory.
 
-        A `ModelCheckpoint` uses its moved path, because Lightning sets it up after all other callbacks.
+        A `ModelCheckpoint` uses its moved path, because Lightning sets this callback up after all others.
         """
         del pl_module
         self._rank = get_validated_rank("Trainer", trainer.world_size)
@@ -178,11 +178,11 @@ class TuneReportCheckpointCallback(Callback):
         fit_loop = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
-        if states:  # Lightning itself loads these only within an epoch, and not into existing loaders
+        if states:  # load them here, since Lightning does so only within an epoch, and not into existing loaders
             fit_loop._combined_loader._load_state_dicts(states)
             iter(fit_loop._data_fetcher)
         epochs = fit_loop.epoch_progress.current
-        if epochs.ready == epochs.processed:  # the next epoch starts normally
+        if epochs.ready == epochs.processed:  # no epoch was interrupted, so the next epoch starts normally
             fit_loop.epoch_loop.restarting = fit_loop._resuming_from_checkpoint = False
             _end_epochs(fit_loop._combined_loader)
         if state["validation"]:
@@ -199,7 +199,7 @@ class TuneReportCheckpointCallback(Callback):
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
-        """Reset an epoch, and the flags by which Lightning would repeat or skip parts of a batch after a restore."""
+        """Reset an epoch, and the flags that would make Lightning repeat or skip parts of a batch after a restore."""
         reset()
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False
@@ -240,14 +240,14 @@ class TuneReportCheckpointCallback(Callback):
 
 
 def _move_logger(logger: Any, option: str | None) -> None:
-    """Restart a logger, which Lightning has already opened, below the trial's directory."""
+    """Move a logger, which Lightning has already opened, below the trial's directory, and restart it there."""
     original = logger.log_dir
     if make_trial_path(original) == original:
         return
     directory = make_trial_path(logger.save_dir, option)
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.close()
-    with suppress(OSError):  # another trial may use the folder too
+    with suppress(OSError):  # the folder is not empty, for example because another trial uses it too
         for path in Path(original).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
             path.unlink()
         Path(original).rmdir()

@@ -78,7 +78,7 @@ __all__ = ["Constraints", "OptunaPruner", "OptunaSearch"]
 
 @dataclass(frozen=True, slots=True)
 class OptunaPruner(Scheduler):
-    """Stops a trial if a pruner of Optuna prunes the trial by the first metric of the objective. See `ASHA`.
+    """Stops a trial if a pruner of Optuna prunes it by the first metric of the objective. `ASHA` has an example.
 
     Successive halving, Hyperband and threshold pruners are called at the steps at which they may prune a trial. All
     other pruners are called at each step.
@@ -100,7 +100,7 @@ class OptunaPruner(Scheduler):
 
 
 class _OptunaSchedule(Schedule):
-    """An Optuna study with the reports of all trials. Pruners draw no random numbers."""
+    """An Optuna study with the reports of all trials. Pruners draw no random numbers, so a resume repeats decisions."""
 
     def __init__(self, pruner: BasePruner, objective: Objective, seed: int) -> None:
         self._pruner = pruner
@@ -130,7 +130,7 @@ class _OptunaSchedule(Schedule):
             ):
                 return _find_next_rung_step(first * factor**rate, factor, step)
             case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
-                return _find_next_rung_step(first, factor, step)  # a rung of any bracket
+                return _find_next_rung_step(first, factor, step)  # the rungs of all brackets are at such steps
             case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
                 return max(first, first + ((step - first) // interval + 1) * interval)
             case _:  # other pruners are called at each step
@@ -168,7 +168,7 @@ def _find_next_rung_step(first: int, factor: int, step: int) -> int:
 
 
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
-"""Names of metrics, or a function of (config, metrics). A trial is feasible if all their values are at most 0."""
+"""Names of metrics, or a function of (config, metrics). A trial is feasible if none of these values is above 0."""
 
 _log = logging.getLogger("prefect_tune")
 _STUDY_NAME = "prefect-tune"
@@ -179,7 +179,7 @@ _NO_VALUES: Mapping[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class OptunaSearch(Search):
-    """Proposes configurations with a sampler of Optuna, by default TPE. See `RandomSearch`.
+    """Proposes configurations with a sampler of Optuna, by default TPE. `RandomSearch` has an example.
 
     The seed is the experiment's; the sampler's own seed has no effect. The sampler receives each metric of the
     objective. With a single metric, trials that a scheduler stopped count as pruned, and the sampler also receives the
@@ -257,7 +257,7 @@ class _OptunaSearchState(SearchState):
         fixed = self._queued_points[0][1] if self._queued_points else _NO_VALUES
         trial, config = self._propose(number, fixed)
         if not fixed and self._sampler.is_exhaustive and _get_proposal_key(trial) in self._tried_keys:
-            self._is_exhausted = True  # there is no further proposal; Optuna keeps the unused trial
+            self._is_exhausted = True  # no proposal is left; the trial that `ask` has added stays unused in the study
             return _EXHAUSTED
         self._pop_point(config)
         parameters = extract_parameters(self._readable_space, self._domains, config)
@@ -275,7 +275,7 @@ class _OptunaSearchState(SearchState):
             return
         trial, proposed = self._propose(number, fixed)
         if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
-            trial.system_attrs = {}  # another search proposed `config`, so the sampler's own point is still untried
+            trial.system_attrs = {}  # another search proposed `config`, so this sampler's point is still untried
         self._store_trial(number, config, trial, parameters)
 
     def on_report(self, number: int, report: StepReport) -> None:
@@ -335,7 +335,7 @@ class _OptunaSearchState(SearchState):
         return _NO_VALUES if index is None else self._queued_points.pop(index)[1]
 
     def _propose(self, number: int, fixed: Mapping[str, object]) -> tuple[FrozenTrial, dict[str, object]]:
-        """Let the sampler, seeded for this trial, propose the parameters in the order of the space."""
+        """Seed the sampler for this trial, and return its proposal: a stored trial, and the configuration."""
         drawn = dict(fixed)
 
         def draw(name: str, domain: Domain) -> float:
@@ -370,7 +370,7 @@ class _OptunaSearchState(SearchState):
             self._sampler.reset_search_space_cache()
 
     def _store_metrics(self, trial_id: int, config: Mapping[str, object], last: StepReport, trial_name: str) -> None:
-        """Store the trial's metrics for functions of the sampler, and the trial's constraint violations."""
+        """Store the trial's metrics, which functions in the sampler may read, and the trial's constraint violations."""
         for name, value in last.metrics.items():
             self._trials.set_trial_user_attr(trial_id, name, value)
         constraints = self._search.constraints

@@ -38,7 +38,7 @@ from prefect_tune.core.values import Metrics
 # A parameter has the name that `prefect_tune.core.search.space` gives it: `lr`, `model.depth`, `model?1.depth`.
 
 Scalar: TypeAlias = bool | int | float | str | None
-_UNMATCHABLE = "\0"  # no configuration contains it
+_UNMATCHABLE = "\0"  # a value that no configuration contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def iter_domains(value: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without its functions and in alphabetical order, the only order that a journal keeps."""
+    """Return a space without its functions, in alphabetical order, because a journal keeps no other order."""
     return {key: _map_space(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
@@ -126,7 +126,7 @@ def _map_space(value: object, change: Callable[[object], object]) -> object:
 
 
 def make_distribution(domain: Domain) -> BaseDistribution:
-    """Return Optuna's distribution for a domain. A `Normal` becomes its quantile, a choice becomes its options.
+    """Return Optuna's distribution for a domain. For a `Normal`, Optuna draws a quantile; for a choice, an option.
 
     Optuna has no steps on a logarithmic scale, so it draws without steps, and `from_optuna_value` rounds the result.
     """
@@ -189,7 +189,7 @@ def _make_choice_labels(domain: Choice | Grid) -> list[Scalar]:
 
 
 def _find_drawable_indexes(domain: Choice | Grid) -> list[int]:
-    """Return the indexes of the options with a nonzero weight; Optuna, which has no weights, treats these alike."""
+    """Return the indexes of the options with a nonzero weight. Optuna has no weights, so it treats these alike."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 
@@ -230,7 +230,7 @@ class StudyStorage(InMemoryStorage):
         return new_trial
 
     def set_constraint_violations(self, trial_id: int, values: Mapping[str, float]) -> None:
-        """Store the trial's violation of each constraint. At 0 or less, the trial meets the constraint."""
+        """Store the trial's value of each constraint. The trial meets a constraint if the value is at most 0."""
         attributes = create_trial(state=TrialState.RUNNING, constraints=dict(values)).system_attrs
         for key, value in attributes.items():
             self.set_trial_system_attr(trial_id, key, value)
@@ -254,7 +254,7 @@ class Study(optuna.Study):
         self.is_stopped = False
 
     def stop(self) -> None:
-        """Record that nothing is left to try. Optuna's own method raises outside of `optimize`."""
+        """Record that nothing is left to try. Optuna's own method raises an error outside of `optimize`."""
         self.is_stopped = True
 
 
@@ -270,7 +270,7 @@ def get_objective_values(objective: Objective, metrics: Metrics, where: str) -> 
 
 @contextmanager
 def silencing_optuna() -> Iterator[None]:
-    """Let Optuna log only errors during the block; then restore its verbosity."""
+    """Limit Optuna's log to errors during the block."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(max(verbosity, optuna.logging.ERROR))
     try:
@@ -317,7 +317,7 @@ class SeededSampler:
             if isinstance(part, samplers.QMCSampler):  # replace its seed, which may be random
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # For several processes only. Here, running trials have all parameters, and hide no part of the space.
+                # Needed by several processes only. Here, running trials have all parameters, and hide no configuration.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies, because they are reseeded before each use.
@@ -329,7 +329,7 @@ class SeededSampler:
         self.accepts_partial_trials = isinstance(unwrap_sampler(sampler), _PARTIAL_TRIAL_SAMPLERS)
         self.is_exhaustive = is_exhaustive(sampler)
         self.is_grid = isinstance(unwrap_sampler(sampler), samplers.GridSampler)
-        self.reset_search_space_cache()  # a sampler may have been used before
+        self.reset_search_space_cache()  # the user may have used the sampler before, in another study
 
     def prepare_proposal_sampler(self, number: int) -> BaseSampler:
         """Return a sampler for the proposal of trial `number`. The proposal does not depend on earlier calls."""
@@ -337,7 +337,7 @@ class SeededSampler:
         return copy.deepcopy(self._original_sampler, dict(self._shared))
 
     def prepare_result_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler that receives the end of trial `number`. Later copies contain what this sampler stores."""
+        """Return the sampler that receives the end of trial `number`; later copies contain its new notes."""
         self._seed_generators("ended", number)
         return self._original_sampler
 
@@ -390,7 +390,7 @@ def unwrap_sampler(sampler: BaseSampler) -> BaseSampler:
 
 
 def is_exhaustive(sampler: BaseSampler) -> bool:
-    """Return whether the sampler proposes each configuration once and then no other."""
+    """Return whether the sampler proposes each configuration once, and then ends."""
     return isinstance(unwrap_sampler(sampler), _EXHAUSTIVE_SAMPLERS)
 
 

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 __all__ = ["PartialFitTrainable", "load_estimator"]
 
 _ESTIMATOR_FILE, _POSITION_FILE = "estimator.skops", "place.json"
-# Plain records of scikit-learn that skops does not know yet.
+# Classes of scikit-learn that only hold data, but that skops does not know yet.
 _TRUSTED_TYPES = frozenset(f"sklearn.neural_network._stochastic_optimizers.{name}Optimizer" for name in ("Adam", "SGD"))
 
 
@@ -29,7 +29,7 @@ def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = fro
     """Return the estimator of a checkpoint without unpickling; only objects of known or trusted types are created.
 
     Args:
-        directory: `results.checkpoint(trial).to_directory()`, for example.
+        directory: the checkpoint's directory, for example `results.checkpoint(trial).to_directory()`.
         trusted_types: other allowed types, such as `my_package.MyEstimator`. Creating such objects may run their code.
 
     Raises:
@@ -43,26 +43,26 @@ def load_estimator(directory: str | Path, *, trusted_types: frozenset[str] = fro
 
 
 class PartialFitTrainable(Trainable):
-    """An estimator with `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
+    """Trains an estimator that has `partial_fit`. Override `make_estimator`, `make_data` and `evaluate`.
 
     A step is `batches_per_step` batches. Each pass over the data is shuffled, in an order that depends only on `seed`
     and the number of the pass. A resumed trial ends with exactly the weights of an uninterrupted trial. If an
     estimator's `random_state` is None, it is set to `seed`, so that scikit-learn does not use NumPy's global state.
-    A changed configuration (population-based training) sets the parameters of the restored estimator.
+    If population-based training changes the configuration, the restored estimator gets the new parameters.
     """
 
     batch_size: ClassVar[int] = 32
     batches_per_step: ClassVar[int] = 1
     seed: ClassVar[int] = 0
     trusted_types: ClassVar[frozenset[str]] = frozenset()
-    """Types in the estimator that skops does not know; see `load_estimator`."""
+    """Types that a loaded estimator may contain although skops does not know them; see `load_estimator`."""
 
     def make_estimator(self, config: dict[str, Any]) -> Any:
         """Return a new estimator with the configuration's parameters."""
         raise NotImplementedError(f"{type(self).__name__}.make_estimator: return an estimator with partial_fit")
 
     def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the training data: an array of examples, and their labels, or None for data without labels."""
+        """Return an array of training examples, and an array of their labels; None instead if there are no labels."""
         raise NotImplementedError(f"{type(self).__name__}.make_data: return examples and labels")
 
     def evaluate(self, estimator: Any) -> Mapping[str, object]:

@@ -68,8 +68,8 @@ def load_state(directory: str | Path, **parts: Any) -> dict[str, Any]:
     best = load_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader)["best"]
     ```
 
-    Plain parts may be left out. Lists, dicts, tensors and arrays that you pass are also changed in place. Numbers and
-    text cannot be changed in place, so assign the returned values.
+    You need not pass plain parts, since they are returned. Lists, dicts, tensors and arrays that you do pass are also
+    changed in place. Numbers and text cannot be changed in place, so assign the returned values.
 
     The file is read with `weights_only=True`, so an untrusted checkpoint cannot run code. An optimizer's learning rate
     is part of its state, so if a scheduler changes the trial's configuration (PBT), set the rate again after the load.
@@ -104,10 +104,10 @@ def _is_stateful(part: object) -> bool:
 
 
 def _encode_value(value: Any, path: str, part: str) -> Any:
-    """Return `value` with NumPy's arrays and numbers as tensors of bytes; error messages name `part` and `path`.
+    """Return `value`, with NumPy's arrays and numbers converted to tensors of bytes.
 
     Raises:
-        InvalidInput: the result does not load with `weights_only=True`.
+        InvalidInput: the result would not load with `weights_only=True`. The message names `part` and `path`.
     """
     if type(value) in _PLAIN_TYPES or isinstance(value, torch.Tensor):
         return value
@@ -238,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
-        # A resume makes one more iterator, and each iterator draws a number, so none may use the global generator.
+        # Not the global generator: each iterator draws a number from it, and a resume makes one iterator more.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._batches, **options)
 
@@ -250,7 +250,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned process, with the generator as bytes, since PyTorch 2.13 cannot pickle it."""
+        """Return the state for a spawned process; a generator becomes bytes: PyTorch 2.13 cannot pickle generators."""
         generator = self.generator
         return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 
@@ -308,7 +308,7 @@ class _ResumableBatchSampler:
             yield batch[rank::world_size].tolist() or [int(batch[rank % len(batch)])]
 
     def end_epoch_if_done(self) -> None:
-        """Begin the next epoch if no batch is left. With `drop_last`, the last examples may be too few for a batch."""
+        """Begin the next epoch if no batch is left; with `drop_last`, too few examples for a batch may be left over."""
         if self.examples_done and not self._find_batch_starts(self.examples_done):
             self.epoch, self.examples_done = self.epoch + 1, 0
 

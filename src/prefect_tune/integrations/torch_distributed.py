@@ -5,8 +5,8 @@
                                                       ─┘
     any number of ranks: dcp.load ◄── the bytes that each needs ◄── the directory, or the checkpoint on its target
 
-Each rank writes to its own directory, so nothing is overwritten, and a killed rank leaves no checkpoint. The trial's
-ranks commit the checkpoint as usual; this module defines only the layout of the files. The metadata is plain JSON.
+Each rank writes to its own directory, so nothing is overwritten. If a rank is killed, its save is never committed. The
+ranks commit a checkpoint as usual; this module defines only the layout of the files. The metadata is plain JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
-"""The largest read, and the largest gap between two ranges in one read. The chunks of a read load in parallel."""
+"""The largest read, and the largest gap between the ranges that it combines; a read loads its chunks in parallel."""
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -120,11 +120,11 @@ class CheckpointWriter(StorageWriter):
     ```
 
     If several ranks have the same tensor, one rank writes it. Values other than tensors must load with
-    `torch.load(..., weights_only=True)`. After `dcp.async_save`, report the directory only when its future is done.
+    `torch.load(..., weights_only=True)`. After `dcp.async_save`, report the directory only when the future is done.
 
     Args:
         directory: this rank's directory, such as `pt.get_trial().new_checkpoint_dir()` or the argument of
-            `save_checkpoint`; a missing one, like `checkpoint_dir + "/model"`, is created. It holds one `dcp.save`.
+            `save_checkpoint`; or a subdirectory of it, which is created if it is missing. One directory holds one save.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -254,7 +254,7 @@ class CheckpointReader(StorageReader):
             raise CheckpointCorrupt(f"{self._checkpoint}: {_METADATA_FILE}: {error}") from error
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's signature
-        del metadata, is_coordinator, args, kwargs  # the metadata is the result of `read_metadata`
+        del metadata, is_coordinator, args, kwargs  # `metadata` is known: `read_metadata` returned it
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -263,7 +263,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Read the values that this rank needs, in the order of their bytes in the files.
+        """Read the values that this rank needs, in the order in which the files contain them.
 
         Raises:
             CheckpointCorrupt: a file is shorter than the metadata says, or a value is a pickle that may run code.
@@ -325,7 +325,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Set the stride to 1, as a view of bytes requires, since a tensor of one element is contiguous with any stride.
+    # A view of bytes requires a stride of 1, but a tensor of one element is contiguous with any stride. So set it to 1.
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -363,7 +363,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty chunks first, which others may replace
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty chunks first, so that others replace them
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))

@@ -54,8 +54,8 @@ class TuneReportCheckpointCallback(TrainerCallback):
     use `processes_per_trial`.
 
     Trials would overwrite each other's files in a shared `output_dir`, so it is moved below the trial's directory,
-    unless its path contains the trial's ID. With a `save_strategy` other than `"no"`, the Trainer also saves there.
-    These checkpoints are synced as artifacts, except that a checkpoint of a reported step goes to the target.
+    unless its path contains the trial's ID. If `save_strategy` is not `"no"`, the Trainer also saves checkpoints there.
+    These are synced as artifacts. At a reported step, only the report's checkpoint is saved, which goes to the target.
 
     Args:
         metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
@@ -74,7 +74,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del state, control
-        with suppress(InvalidInput):  # without a trial, only `Trainer.train` raises
+        with suppress(InvalidInput):  # without a trial, raise later, in `Trainer.train`
             _move_output_dir(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -108,10 +108,10 @@ class TuneReportCheckpointCallback(TrainerCallback):
             )
         if get_checkpoint_path() is not None and state.global_step == 0:
             raise InvalidInput("trainer.train: the trial resumes, so pass resume_from_checkpoint=get_checkpoint_path()")
-        for logs in state.log_history:  # after a resume, reports also include the metrics of an earlier evaluation
+        for logs in state.log_history:  # so that reports include metrics of an evaluation before the resume
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):
-            # Load all weights, since the Trainer saves them by hub names, but loads only names that the model has.
+            # The Trainer saves weights under the hub's names, but loads only the model's own names. So load all here.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -44,7 +44,7 @@ def load_booster(directory: str | Path) -> xgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return `num_boost_round` and `xgb_model` to start or resume with; see `TuneReportCheckpointCallback`."""
+    """Return `num_boost_round` and `xgb_model` for the next call of `xgb.train`; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.num_boosted_rounds() if booster else 0
@@ -118,7 +118,7 @@ def train(
     metrics: MetricNames = None,
     **options: Any,
 ) -> xgb.Booster:
-    """Train like `xgb.train`, in segments that each start with new generators, seeded by `seed` in `params`.
+    """Train like `xgb.train`, in segments that each start with new random generators, seeded by `seed` in `params`.
 
     A resumed trial repeats its last segment from the start. So with the same number of threads, the trial ends with the
     trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
@@ -144,7 +144,7 @@ def train(
     for begin in range(first, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
-        # Pass only the trees, as from a checkpoint, because a booster in memory would keep its generators.
+        # Pass only the trees, as after a resume, since a booster in memory would keep its random generators.
         trees = None if booster is None else booster.save_raw("ubj")
         booster = xgb.train(seeded, dtrain, end - begin, xgb_model=trees, callbacks=callbacks, **options)
         if booster.num_boosted_rounds() < end or callback.is_trial_over:

@@ -73,8 +73,8 @@ def require_package(module: str, extra: str, logger: str) -> None:
 class StepRows:
     """A text file with one row (a JSON object) per step. A step's new row replaces the rows of this and later steps.
 
-    A line that a crash truncated is ignored. Each row is passed to the operating system at once, and survives a power
-    failure after `sync`. A metric named `trial`, `step` or `trained_seconds` is left out.
+    A line that a crash truncated is ignored. Each row is passed to the operating system at once; after `sync`, it also
+    survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
     """
 
     header_line_count = 0

@@ -48,9 +48,9 @@ _INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a batch if a 
 class MLflowLogger(Callback):
     """Logs each trial as a run: the configuration as parameters, and the numbers of each step as metrics.
 
-    A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics. If a step is trained again and has
-    another value, the run keeps both values, and MLflow shows the newer value as the last. If a trial ends before its
-    run's last step, its last metrics are also logged at that step, because MLflow compares runs by their last step.
+    A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics. If a step is trained again and yields
+    another value, the run keeps both values, and MLflow shows the newer value. If a trial ends before its run's last
+    step, the trial's last metrics are also logged at the run's last step, because MLflow compares runs by that step.
     Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
 
     Args:
@@ -126,7 +126,7 @@ class MLflowLogger(Callback):
 
     @contextmanager
     def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
-        """Yield the trial's run. After an error, the next call looks it up again, since it may be deleted."""
+        """Yield the trial's run; after an error, the next call searches for the run again, since it may be deleted."""
         if trial.id not in self._runs:
             tags = {**self._tags, _TRIAL_TAG: f"{self._search.experiment}/{self._search.generation}/{trial.id}"}
             self._runs[trial.id] = _MLflowRun(self._client, self._experiment_id, tags, trial)
@@ -165,7 +165,7 @@ class _MLflowRun:
         self._last_step = max(self._last_step, report.step)
 
     def log_last_metrics(self, report: StepReport) -> None:
-        """If the run has steps after `report`, log its metrics at the run's last step too, so MLflow shows them."""
+        """If the run has later steps, also log the metrics of `report` at the last of these, which MLflow shows."""
         if report.step < self._last_step:
             self._log_metrics(_make_metrics(report), self._last_step)
 

@@ -1,7 +1,7 @@
 """Run the callbacks of a search, each in its own thread, so that a slow callback delays no decision.
 
-A callback receives each event at least once, in order. The target stores the state of each callback, and the number of
-the last journal entry that was delivered in full. After a crash, the next run delivers the later entries.
+A callback receives each event at least once, in order. The target stores each callback's state, and the number of the
+last journal entry that this callback received in full. After a crash, the next run delivers the later entries.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _QueueItem:
 
 
 class CallbackThread(SearchObserver):
-    """Calls the hooks of one callback in a separate thread. The observer's methods queue an item and return at once.
+    """Calls the hooks of one callback in a separate thread. The methods of `SearchObserver` only queue an item.
 
     If events are missing from the queue, the thread reads these events from the journal.
     """
@@ -167,7 +167,7 @@ class CallbackThread(SearchObserver):
             if has_ended or time.monotonic() - stored_at >= _STORE_INTERVAL.total_seconds():
                 stored_at = time.monotonic()
                 if self._has_unsaved_state:
-                    self._call_hook(self._store_state)  # after an error, retried in the next interval
+                    self._call_hook(self._store_state)  # after an error, the next interval tries again
 
     def _set_up_callback(self) -> bool:
         """Set up the callback, and restore its state from an earlier run; return False if the callback fails."""
@@ -193,7 +193,7 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # otherwise, the event is read from the journal
+            if not self._is_behind:  # otherwise, the thread later reads the event from the journal
                 self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)
@@ -281,7 +281,7 @@ class CallbackRunner:
             thread.start(experiment)
 
     def finish(self, experiment: Experiment, timeout: timedelta) -> None:
-        """Deliver the remaining events, which the journal now has; wait up to `timeout` for all threads together."""
+        """Deliver the remaining events, which are all journaled; wait up to `timeout` for all threads together."""
         deadline = time.monotonic() + timeout.total_seconds()
         for thread in self.threads:
             thread.queue_end(experiment)

@@ -1,4 +1,4 @@
-"""Emit the Prefect events of an experiment, with checkpoints and best models as assets. A thread of Prefect sends them.
+"""Emit an experiment's Prefect events, with checkpoints and best models as assets. A Prefect thread sends the events.
 
 Delivery is best effort, because the journal is the source of truth. Events are lost if the Prefect API is unavailable
 for a long time or a process is killed. The owner of the experiment emits each event once, and emits no events for
@@ -162,14 +162,14 @@ class AssetEventBuilder:
         yield from self._make_materialization_events(asset, [self._make_asset_key(source)] if source else [], metadata)
 
     def make_asset_resources(self, trial: str) -> Sequence[Mapping[str, str]]:
-        """Return the asset of a trial's checkpoints, as related resources; empty if Prefect rejects the asset."""
+        """Return the asset of a trial's checkpoints as related resources; an empty list if Prefect rejects the key."""
         asset = make_asset(self._make_asset_key(trial))
         return [to_related_resource(asset)] if asset else []
 
     def make_best_model_events(self, better: BestImproved, experiment: Experiment) -> Iterator[PrefectEvent]:
         """Yield the events of a new best model; yield nothing if the model is not saved.
 
-        The asset's sources are the trial's checkpoints, and the best models of the fork's origin and the warm starts.
+        The asset's sources are the trial's checkpoints, and the best models of all warm starts and of a fork's origin.
         """
         if better.manifest is None:
             return
@@ -214,7 +214,7 @@ class EventEmitter(SearchObserver):
         emit: Emit = emit_event_if_configured,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Args: recorder: the recorder of this run, in its state before the run's first entry."""
+        """Args: recorder: the recorder of this run, which has not received the run's first entry yet."""
         self.experiment = recorder.read_search_snapshot().experiment
         """The last state that this observer has received."""
         self._address = address
@@ -230,12 +230,12 @@ class EventEmitter(SearchObserver):
         self._asset_events = AssetEventBuilder(address, self.experiment.key)
         self._allowance = TokenBucket(_MAX_BURST_COUNT, _EVENTS_PER_SECOND)
         self._dropped_count = 0
-        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # by trial: the attempt and its last report
+        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # by trial: attempt and report at its last stall
 
     def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.
 
-        `before` is the state before this run became the owner; None if becoming the owner ended no attempts.
+        `before` is the state before this run became the owner; None if the takeover ended no attempts.
         """
         after = self.experiment
         self._emit_events([self._make_prefect_event(ExperimentStarted(term=after.term, trials=count_by_status(after)))])
@@ -287,7 +287,7 @@ class EventEmitter(SearchObserver):
             better = self._best.on_commit(trial) if is_commit else self._best.on_trial_ended(trial)
             self._pending_best = (better, after) if better else self._pending_best
         is_limited = isinstance(event, TrialEvent) and not isinstance(event, NEVER_DROPPED_EVENTS)
-        has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # its materialization is a second event
+        has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # then an asset event follows
         if event.type in NOT_EMITTED:
             pass
         elif is_limited and not self._allowance.try_take_tokens(1 + has_asset, (now - self._began).total_seconds()):

@@ -161,12 +161,12 @@ class ArtifactPublisher:
         except (PrefectException, HTTPError, OSError):
             self._changed.set()  # the API is unreachable, so the next round must retry
         except Exception:  # noqa: BLE001  see above
-            if not self._closing.is_set():  # otherwise, the flow has already ended and closed the client
+            if not self._closing.is_set():  # at the end, errors are normal, because the flow has closed the client
                 self._log.exception("the report could not be published; retried with the next update")
         return False
 
     def _reconcile_earlier_artifacts(self, client: SyncPrefectClient) -> None:
-        """Delete leftover artifacts, and find this run's artifacts, so that they are updated; skip a first run."""
+        """Delete leftover artifacts, and find this run's artifacts, to update them; a first run has neither."""
         if self._earlier is None:
             return
         leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
@@ -245,7 +245,7 @@ class ReportObserver(SearchObserver):
             recorder.expect_earlier_entries()
         self._displayed_trials: Sequence[str] = ()
         earlier = None
-        if experiment.term > 1:  # otherwise, this is the first run
+        if experiment.term > 1:  # so an earlier run may have left artifacts
             kept = frozenset(make_artifact_key(kind, experiment.name) for kind in ("report", "progress"))
             trial_keys = frozenset(
                 _make_progress_artifact_key(experiment, trial, target.uri) for trial in experiment.trials
@@ -276,7 +276,7 @@ class ReportObserver(SearchObserver):
         snapshot = self._recorder.read_search_snapshot(drawn)
         experiment, now, age = snapshot.experiment, datetime.now(UTC), ""
         if any(trial.phase is Phase.RUNNING for trial in experiment.trials.values()):
-            # The date is shown because the last report of a killed run remains.
+            # The time includes the date, because the last report of a killed run remains.
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
         uri, count = self._target.uri, self._extent.trial_count

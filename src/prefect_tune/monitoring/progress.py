@@ -134,11 +134,11 @@ _LoggedEvent: TypeAlias = AttemptStarted | CheckpointCloned | AttemptEnded | Tri
 _MAX_NOTES = 50
 _NO_PARAMETERS = "no parameters"
 _MAX_METRICS = 3
-"""The number of metrics in a line if the search has no objective."""
+"""The maximum number of metrics in a log line if the search has no objective."""
 
 
 class SearchLog(SearchObserver):
-    """Logs the events of trials; a line names its trial, except in a single training."""
+    """Logs the events of trials. Each line names the trial, except in a single training."""
 
     def __init__(self, recorder: SearchRecorder, objective: Objective | None, uri: str, log: Log) -> None:
         self.notes: deque[Note] = deque(maxlen=_MAX_NOTES)
@@ -222,7 +222,7 @@ class SearchLog(SearchObserver):
         if has_losses:
             reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-        reason_has_result = (  # such as the value that reached a limit
+        reason_has_result = (  # for example, the value that reached a limit
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)

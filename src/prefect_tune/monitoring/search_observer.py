@@ -24,19 +24,19 @@ from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchV
 
 
 class SearchObserver:
-    """Base class of the observers of a search. Its methods do nothing, and subclasses override some of the methods.
+    """Base class of the observers of a search. The methods do nothing here; a subclass overrides the ones it needs.
 
-    The driver calls the methods in its own thread, in order. A method must return at once.
+    The driver's thread calls the methods, in the order of the events. The search waits meanwhile, so return at once.
     """
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
-        """Handle an event of the next journal entry; `experiment` is the state after the event."""
+        """Handle an event that the next journal entry will contain; `experiment` is the state after the event."""
 
     def on_attempt_lost(self, trial: Trial, reason: str) -> None:
-        """Handle a lost attempt, whose end is journaled later; the trial is then retried."""
+        """Learn that an attempt was lost, and that its trial will be retried; the attempt's end is journaled later."""
 
     def on_entry_written(self, experiment: Experiment) -> None:
-        """Handle a written journal entry; `experiment` is the state after the entry."""
+        """Learn that a journal entry was written; `experiment` is the state after the entry."""
 
 
 class ObserverGroup(SearchObserver):
@@ -69,9 +69,9 @@ class ObserverGroup(SearchObserver):
 
 
 class SearchRecorder(SearchObserver):
-    """Applies each event to the `SearchView` of a run; `read_search_snapshot` may be called from any thread.
+    """Applies each event to the `SearchView` of a run; any thread can call `read_search_snapshot`.
 
-    The recorder must be the first observer, because the other observers read the recorder.
+    The recorder must be the first observer, so that the other observers read a view that already includes the event.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -80,7 +80,7 @@ class SearchRecorder(SearchObserver):
         self._view = SearchView(experiment)
         self._view.begin_run(self._run_began)
         self._changes: list[Callable[[SearchView], None]] | None = None
-        """The changes since `expect_earlier_entries`; None before that call, and after `prepend_entries`."""
+        """The changes since the call of `expect_earlier_entries`; None before it, and again after `prepend_entries`."""
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
@@ -102,16 +102,16 @@ class SearchRecorder(SearchObserver):
 
     @property
     def best(self) -> tuple[str, Losses] | None:
-        """The trial with the best last report so far, and its losses."""
+        """The trial whose last report is the best so far, and the losses of that report."""
         with self._guard:
             return self._view.best
 
     def expect_earlier_entries(self) -> None:
-        """Record all changes from now on, until `prepend_entries` receives the entries of earlier runs."""
+        """Keep all changes from now on, so that `prepend_entries` can apply them after the entries of earlier runs."""
         self._changes = []
 
     def prepend_entries(self, entries: Iterable[Entry] | None) -> None:
-        """Apply the entries of earlier runs, then the changes of this run again; keep the view if `entries` is None."""
+        """Rebuild the view from the entries of earlier runs and this run's changes; if `entries` is None, keep it."""
         view = self._view
         if entries is not None:
             view = SearchView(self._initial_experiment)
@@ -141,7 +141,7 @@ class CurveCollector(SearchObserver):
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        curves, self.curves = self.curves, None  # if None, the curves to publish are read from the journal
+        curves, self.curves = self.curves, None  # stays None after an error: `publish_results` then reads the journal
         if curves is not None:
             curves.add_event(event)
             if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory
@@ -158,7 +158,7 @@ _PAUSE_FACTOR = 20
 
 
 class LiveStatusPublisher:
-    """Writes the running attempts during a `with` block: after 1 s, then every `period`.
+    """Writes the running attempts to the target during a `with` block, first after 1 s, and then every `period`.
 
     The publisher also writes while no trial is running, because `delete` treats an experiment with a recent live status
     as running. Errors of the target are not raised; only the first of several consecutive errors is logged.
@@ -176,7 +176,7 @@ class LiveStatusPublisher:
         Args:
             read: returns a snapshot of the experiment that this process owns.
             period: the time between two writes; None to write nothing.
-            is_own_trial: returns whether this owner runs a trial; trials of earlier owners are not published.
+            is_own_trial: takes a trial's id; returns whether this owner runs the trial. Other trials are not published.
         """
         self._target = target
         self._read = read
@@ -196,7 +196,7 @@ class LiveStatusPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Stop, and delete the live status if no trial is running. Waits at most 1 s for the target.
+        """Stop writing, and delete the live status if no trial is running. Waits at most 1 s for the target.
 
         After `Superseded`, the live status of this process is always deleted, since another process publishes now.
         """
@@ -212,7 +212,7 @@ class LiveStatusPublisher:
             self._write_status(next_pause)
             pause, next_pause = next_pause, max(period, timedelta(seconds=time.monotonic() - began) * _PAUSE_FACTOR)
         experiment, running = self._read_running_trials()
-        may_be_left = self._written_count > 0 or experiment.term > 1  # written by this owner, or by a killed owner
+        may_be_left = self._written_count > 0 or experiment.term > 1  # an earlier owner may have left a status
         if may_be_left and (self._is_superseded or not running):
             with suppress(TuneError), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
                 delete_live_status(store, experiment.key, experiment.term)
@@ -238,7 +238,7 @@ class LiveStatusPublisher:
             self._is_failing = True
         else:
             self._is_failing = False
-        self._written_count += 1  # also after an error, since the target may have written the status
+        self._written_count += 1  # counts failed writes too, because the target may have stored the status
 
     def _read_running_trials(self) -> tuple[Experiment, tuple[RunningAttempt, ...]]:
         """Return the experiment and its running attempts. Attempts of earlier owners have no `began_at` or `host`."""

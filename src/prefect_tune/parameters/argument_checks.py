@@ -1,9 +1,9 @@
 """Parse and check a flow's arguments before any work starts: values, trainables, JSON of schedulers and other objects.
 
-Forms, deployments and the journal have JSON in place of a scheduler, search or stopper: `{"ASHA": {"max_t": 81}}`.
-`prefect_tune.registry` lists the classes with a JSON form. The options of a class are its dataclass fields, whose
-metadata has examples for messages. `core/search/space_json.py` writes the JSON that is parsed here.
-The help of the command line imports this module, so it imports Prefect only inside functions.
+In forms, deployments and the journal, JSON describes a scheduler, search or stopper: `{"ASHA": {"max_t": 81}}`.
+`prefect_tune.registry` lists the classes with a JSON form. The options in the JSON are the dataclass fields of the
+class; a field's metadata may hold an example for messages. `core/search/space_json.py` writes the JSON.
+`prefect-tune --help` imports this module, so this module imports Prefect only inside functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`, or the flow run's id if `name` is None; inside a flow or task, `with_experiment_name` replaces it.
+    """Return `name`; if it is None, the flow run's id, which `with_experiment_name` later replaces in a flow or task.
 
     Raises:
         InvalidInput: the name cannot be a folder on every target.
@@ -75,7 +75,7 @@ def value_to_json(value: object, where: str) -> object:
 
 
 def validate_trainable(trainable: object) -> object:
-    """Return the trainable after all checks that do not import the user's module.
+    """Return `trainable` after the checks that are possible without importing the user's module.
 
     Raises:
         InvalidInput: it is neither a function, nor a `Trainable` with `step`, nor an existing `package.module:Name`.
@@ -91,7 +91,7 @@ def validate_trainable(trainable: object) -> object:
         missing_module = error.name
         if not f"{module}.".startswith(f"{missing_module}."):  # the package exists, but imports a missing module
             raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
-    except (Exception, SystemExit) as error:  # `find_spec` imports the package, which may raise anything
+    except (Exception, SystemExit) as error:  # `find_spec` imports the package, whose code may raise anything
         raise InvalidInput(f"trainable {trainable!r}: {describe_import_error(error)}") from error
     if missing_module is None:
         return trainable
@@ -107,7 +107,7 @@ def validate_trainable(trainable: object) -> object:
 
 
 def split_import_path(name: str, where: str) -> tuple[str, str]:
-    """Return the module and the name in `package.module:Name`, without an import.
+    """Split `package.module:Name` into the module and the name, without importing the module.
 
     Raises:
         InvalidInput: `name` does not have that form.
@@ -119,7 +119,7 @@ def split_import_path(name: str, where: str) -> tuple[str, str]:
 
 
 def make_trainable_fingerprint(trainable: object) -> Mapping[str, str]:
-    """Return the identity of a trainable: its name without the module, which depends on how the code is run."""
+    """Return the identity of a trainable: its name, but not its module's name, which depends on how the code is run."""
     name = trainable.partition(":")[2] if isinstance(trainable, str) else getattr(trainable, "__qualname__", "")
     return {"trainable": name.rpartition(".")[2]} if name else {}
 
@@ -182,14 +182,14 @@ def parse_search(search: object) -> Search:
 
 
 def with_samples(search: Search, num_samples: int | None) -> Search:
-    """Return the search with this number of samples, or unchanged if the number is None.
+    """Return the search with `num_samples` samples; the unchanged search if `num_samples` is None.
 
     Raises:
         InvalidInput: the search has no field `num_samples`.
     """
     if num_samples is None:
         return search
-    untyped_search: Any = search  # for mypy, a `Search` is no dataclass
+    untyped_search: Any = search  # mypy accepts only a dataclass in `replace`
     if "num_samples" in getattr(search, "__dataclass_fields__", ()):
         return cast("Search", replace(untyped_search, num_samples=num_samples))
     raise InvalidInput(f"num_samples: {type(search).__name__} has its own number of samples; set the number there")
@@ -198,8 +198,8 @@ def with_samples(search: Search, num_samples: int | None) -> Search:
 def parse_stop(stop: object) -> object:
     """Return `stop` with stopper objects in place of their JSON: `{"step": 100, "MaxFailures": {"failures": 3}}`.
 
-    A name with a number is a metric: a trial stops when the metric reaches the number (`>=`). A name with an object is
-    a stopper with these options. `package.module:name` is imported.
+    A name with a number is a metric: a trial stops when the metric reaches the number (`>=`). A name with a JSON object
+    is a stopper, and the object has its options. A text `package.module:name` is imported.
 
     Raises:
         InvalidInput: no stopper has this name or these options, or the import fails.
@@ -252,7 +252,7 @@ def component_to_json(component: object) -> dict[str, Any] | None:
 
 
 def _build_from_json(value: object, where: str) -> object:
-    """Return the object that a name, or `{name: options}`, describes."""
+    """Return the object that `value` describes: the name of a class, or `{name: options}`."""
     built_in, options_by_name = BUILT_IN_MODULES[where], {value: {}} if isinstance(value, str) else value
     if not (isinstance(options_by_name, Mapping) and len(options_by_name) == 1):
         example = f"{{{next(iter(built_in))!r}: {{...}}}}"
@@ -281,7 +281,7 @@ def _build_from_json(value: object, where: str) -> object:
 
 
 def _make_example(name: str) -> str:
-    """Return example JSON of a built-in class, with an example of each option that has one."""
+    """Return example JSON of a built-in class, with the options whose fields have an example."""
     options = fields(getattr(prefect_tune, name))
     examples = {get_json_key(field): field.metadata["example"] for field in options if "example" in field.metadata}
     return json.dumps({name: examples})

@@ -1,7 +1,7 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
-A parameter has its own schema if the schema of its type is unclear or asks for secrets. Calls from a script may pass
-objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials,
+A parameter gets a handwritten schema if the schema of its type is unclear or asks for secrets. Calls from a script can
+pass objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials,
 because Prefect's API rejects deployment parameters that do not match the schema.
 """
 
@@ -46,8 +46,8 @@ _NULL: _Schema = {"type": "null"}
 def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
     """Return the schema of a flow's parameters, simplified for forms.
 
-    An optional parameter is a field that may stay empty, not a choice between a type and None. Descriptions have no
-    Markdown, which forms show literally. The grouped parameters of a `GroupedFlow` are also valid outside the group.
+    An optional parameter is a field that can stay empty, not a choice between a type and None. Descriptions have no
+    Markdown, since forms do not render it. The grouped parameters of a `GroupedFlow` are also valid outside the group.
     """
     schema = parameter_schema(flow).model_dump_for_openapi()
     definitions = {
@@ -55,7 +55,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
         for name, kind in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
-    if isinstance(flow, GroupedFlow):  # forms do not show these patterns
+    if isinstance(flow, GroupedFlow):  # accept these parameters outside the group too; forms do not show patterns
         group = definitions[OPTIONS_DEFINITION]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
@@ -73,10 +73,10 @@ def _simplify_description(field: _Schema) -> _Schema:
 
 
 def _drop_null(field: dict[str, Any]) -> _Schema:
-    """Return the field without null, since a form omits empty fields, and Prefect's API accepts null for any field."""
+    """Return the field without the type null, since forms omit empty fields, and Prefect's API accepts null anyway."""
     choices = [choice for choice in field.get("anyOf", ()) if choice != _NULL]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & choice.keys() for choice in choices):
-        return field  # because of the choice, the form shows an optional section collapsed
+        return field  # keep the choice with null, so that the form shows an optional section collapsed
     del field["default"]
     if len(choices) == 1:
         del field["anyOf"]
@@ -135,7 +135,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target as text, which lets Prefect's API reject a relative path before a run begins."""
+    """Return the schema of a target as text; with it, Prefect's API rejects a relative path before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
@@ -153,7 +153,7 @@ def _warm_start_schema() -> _Schema:
 def _sync_schema() -> _Schema:
     target = {"anyOf": [_target_text_schema(), _NULL]}
     fields: dict[str, Any] = {
-        # `upload_dir` is only text, since the schema of a target block would import the credential blocks of others.
+        # `upload_dir` is only text, since the schema of a target block would import other packages' credential blocks.
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else field.annotation, field)
         for name, field in SyncConfig.model_fields.items()
     }
@@ -257,7 +257,7 @@ RerunField: TypeAlias = Annotated[
 ]
 
 
-# Flows for deployments: their forms show the few parameters that all users need; the others are in one group.
+# Flows for deployments. Their forms show the few parameters that all users need, and one group with all others.
 
 ADVANCED_PARAMETER = "advanced"
 """The parameter that holds the group."""
@@ -279,7 +279,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
     """
 
     __signature__: Signature
-    """The form's parameters; Prefect makes a deployment's schema from them."""
+    """The form's parameters, from which Prefect makes a deployment's schema."""
 
     def __init__(self, flow: FlowWithServer[_P, _R], first: Sequence[str], module: str) -> None:
         parameters = signature(flow.fn, eval_str=True).parameters
@@ -332,13 +332,13 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: str) -> Callable[..., _R]:
-    """Return the function that a run calls. Prefect's engine rejects parameters that its signature `accepted` lacks."""
+    """Return the function that a run calls. Its signature is `accepted`; Prefect's engine rejects other parameters."""
     function: Callable[..., _R] = flow.fn
 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # the parameters of its flow run lack defaults
+            context = FlowRunContext.get()  # its flow run has only the parameters that were passed, without defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

@@ -42,7 +42,7 @@ def require_importable(
 
     Args:
         trainable: the trainable of a search.
-        isolation: where the trials run.
+        isolation: whether the trials run in processes or in threads.
         log: receives the output of the import.
         cadence: when the trials save; None to skip the check that the trainable can save.
 
@@ -120,7 +120,7 @@ def _is_plain_function(definition: ast.FunctionDef, count: int) -> bool:
 
 
 def _iter_imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the trainable classes of this package that a module imports: the name in the module, and the class name."""
+    """For each trainable class of this package that a module imports, yield its name in the module and its own name."""
     for statement in module.body:
         match statement:
             case ast.Import(names=names):
@@ -163,7 +163,7 @@ def undefined_name_reason(name: str, packages: Sequence[str], is_accepted: Defin
 
 
 class _DefinitionLookup:
-    """Looks up a name in the sources of trusted packages; `depth` counts the imports that a lookup has followed."""
+    """Looks up names in the sources of trusted packages; `depth` is the number of imports that the lookup followed."""
 
     def __init__(self, packages: Sequence[str], is_accepted: DefinitionCheck) -> None:
         self._packages = packages
@@ -235,7 +235,7 @@ class _DefinitionLookup:
     def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the name of the module of an import (empty if invalid), and why this module does not define `path`."""
+        """Return the module that `statement` imports from (empty if invalid), and why `path` is not defined there."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)

@@ -85,13 +85,13 @@ def _get_effective_setting(name: str, settings: Mapping[str, object]) -> object:
 
 
 def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
-    """Return the plan; if the plan has no seed, add the seed in the experiment's journal."""
+    """Return the plan, with the seed from the experiment's journal if the plan has no seed."""
     seed = state.settings.get("seed")
     return plan.with_changes(seed=seed) if plan.seed is None and state.trials and seed is not None else plan
 
 
 def _may_have_used_metric(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if no report has it, as if misspelled."""
+    """Return whether a decision or proposal may have used the metric; False if no report has it (perhaps a typo)."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -223,7 +223,7 @@ def warn_of_code_change(state: Experiment, plan: SearchPlan, effect: str, log: L
 
 
 def format_code_note(state: Experiment, plan: SearchPlan) -> str:
-    """Return the line of a form that says whether the trainable has changed since the experiment last trained."""
+    """Return a line for a form: whether the trainable has changed since the experiment last trained."""
     if not (code := plan.source_digest):
         return "code: source unavailable, so it may have changed"
     return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
@@ -267,9 +267,9 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the new total number of samples, and the number that this run adds, by the run's key.
+    """Return `plan` with the new total of samples; and a mapping from the run's key to the number that this run adds.
 
-    This run also proposes samples that earlier runs were to propose but did not. A restarted run adds no samples again.
+    This run also proposes what earlier runs should have proposed but did not. A restarted run adds no samples again.
 
     Raises:
         InvalidInput: the experiment has no fixed number of samples.
@@ -278,14 +278,14 @@ def with_added_samples(
     if added is None:
         return with_default_samples(plan, state), {}
     run_key, count_before = call_path(), _count_earlier_samples(plan, state)
-    form_count = plan.num_samples or 0  # of a resume form
+    form_count = plan.num_samples or 0  # the total from a resume form
     if run_key in state.extensions:
         return plan.with_changes(num_samples=max(count_before, form_count)), {}
     return plan.with_changes(num_samples=max(count_before + added, form_count)), {run_key: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan` with the default number of samples if the default is not ten, so that the journal stores it.
+    """Return `plan`, with the default number of samples if that number is not ten, so that the journal stores it.
 
     A journal without a number of samples means ten, for any space. An experiment that was begun with ten keeps ten.
     """
@@ -311,7 +311,7 @@ def _uses_default_count(search: object) -> bool:
 
 
 def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
-    """Return the total number of samples that earlier runs were to propose."""
+    """Return the total number of samples that earlier runs requested."""
     if not state.settings:
         return 0
     search = state.settings.get("search", plan.search if "search" in list_unstored_options(state.settings) else None)
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry; if no other trial is left, an error says this instead."""
+    """Log how many errored trials this run does not retry, unless no other trial is left: then an error says this."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -380,8 +380,8 @@ def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
 def warn_of_unusual_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
-    A limit of a minimized metric ends most trials at once. A limit of a metric that only Ray Tune adds to each report
-    fails every trial whose trainable does not report the metric.
+    A limit of a minimized metric ends most trials at once. Some metrics are in each report only with Ray Tune: if such
+    a metric has a limit here, each trial fails whose trainable does not report the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in collect_metric_limits(stopper).items():
@@ -499,7 +499,7 @@ class SearchLimits:
     plan: SearchPlan
     """The plan, with limits such as `fail_fast`."""
     max_concurrent_trials: int
-    """The number of slots; `plan` has only its upper bound."""
+    """The number of slots; `plan` has only an upper bound of this number."""
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
     stays_finished: Callable[[Trial], bool] = lambda _: True
@@ -512,7 +512,7 @@ class SearchLimits:
 def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     """Return the specification of a search's trials, with a placeholder for the trial's key.
 
-    An option of a trial has the same name in `SearchPlan` and `TrialSpec`.
+    Options with the same name in `SearchPlan` and `TrialSpec` are copied.
 
     Raises:
         InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.

@@ -1,12 +1,12 @@
 """`SearchPlan`: the parsed and validated parameters of a search, and the settings that the journal stores.
 
     name: Annotated[type, Option(stored, at_resume, fixed), Flag(flag, metavar, help, panel)] = default
-                              │       │          │               └──► `prefect-tune run` and `resume`, and messages
+                              │       │          │               └──► the flags of `prefect-tune run` and `resume`
                               │       └──────────┴──► what a resume may change
-                              └──► the settings in the journal, and the check of what a journal may choose
+                              └──► the settings in the journal, and which of them need trust before a resume
 
-The flows repeat names, types and defaults in their signatures, for type checkers and forms; tests compare both.
-This module imports Prefect only inside functions, so that a command's help, which reads these declarations, is fast.
+The flows repeat these names, types and defaults in their signatures, for type checkers and forms; tests check this.
+This module imports Prefect only inside functions, because a command's help reads these declarations, and must be fast.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ else:  # the help of the command line reads this plan without importing Prefect
 
 
 class StoredKind(Enum):
-    """Whether the value of an option in a journal may name code, a file, a location or a command."""
+    """Whether an option's value, as the journal stores it, can name code, a file, a location or a command."""
 
     DATA = "data"
     """The value never names any of these."""
     CHOICE = "choice"
-    """The value may do so; `prefect_tune.trust` checks the value before a resume."""
+    """The value can name one of these, so `prefect_tune.trust` checks the value before a resume."""
 
 
 class Panel(StrEnum):
-    """The panels of the help of `prefect-tune run`, in their order."""
+    """The panels in the help of `prefect-tune run`, in the order in which the help shows them."""
 
     SEARCH = "Options"
     FAILURES = "Checkpoints and failures"
@@ -96,14 +96,14 @@ class Flag:
     """None for a switch."""
     help: str
     panel: Panel | None = Panel.SEARCH
-    """The flag's panel in the help of `run`; None if `run` does not have it."""
+    """The flag's panel in the help of `run`; None if `run` does not have the flag."""
     kind: Any = None
-    """The type of the values. None means an integer if `minimum` is set; otherwise the option's type, or text."""
+    """The type of the values; None to derive the type: integers if `minimum` is set, else from the option's type."""
     minimum: int | None = None
     flag: str = ""
     """Empty to derive the flag from the option's name, such as `--keep-best` from `keep_best`."""
     resume_position: int | None = None
-    """The flag's position in the help of `resume`; None if `resume` does not have it."""
+    """The flag's position in the help of `resume`; None if `resume` does not have the flag."""
 
     @property
     def name(self) -> str:
@@ -124,7 +124,7 @@ class Option:
 
 
 def collect_flags(plan: type[BaseModel]) -> Mapping[str, Sequence[Flag]]:
-    """Return the flags of each option that a class declares, in the order of its fields."""
+    """Return the flags of each option that the class `plan` declares, in the order of the options."""
     return {
         name: [
             replace(flag, flag=flag.flag or f"--{name.replace('_', '-')}")
@@ -151,7 +151,7 @@ class ValidatedParameters(Value):
         except ValidationError as error:
             invalid = argument_error(error)
         if invalid is not None:
-            raise invalid  # outside `except`, since the traceback of pydantic's error would print values, even secrets
+            raise invalid  # inside `except`, the traceback would also show pydantic's error, which prints secrets
 
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials are retried.
@@ -207,7 +207,7 @@ _DATA, _CHOICE = StoredKind.DATA, StoredKind.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10
-"""The maximum of a time parameter, about 300 years, since a `timedelta` or a date cannot represent every number."""
+"""The maximum of a time parameter, about 300 years; a `timedelta` or a date cannot represent much larger numbers."""
 _MAX_NODES = 1024
 PositiveSeconds: TypeAlias = Annotated[Number, Field(gt=0, le=_MAX_SECONDS)]
 
@@ -229,7 +229,7 @@ def _parse_sync(sync: object) -> SyncConfig | None:
 
 
 def parse_space(space: object) -> dict[str, object]:
-    """Return a space (a mapping or a dataclass) with domain objects in place of their JSON; keep domain objects.
+    """Return a space (a mapping or a dataclass) as a dict, with every domain in JSON form converted to a domain object.
 
     Raises:
         InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
@@ -247,9 +247,9 @@ def parse_space(space: object) -> dict[str, object]:
 class SearchOptions(ValidatedParameters):
     """The parameters of `prefect_tune.flows.tune.tune`, each parsed and validated separately; the flow documents them.
 
-    The fields have the flow's names and defaults. The journal omits values that equal their default, so a changed
-    default changes all resumed searches. `fixed_reason` and `at_resume` determine what a resume may change;
-    `plan_checks.py` rejects other changes, and fewer samples.
+    The fields have the flow's names and defaults. The journal omits values that equal their default, so a change of a
+    default also changes all resumed searches. `fixed_reason` and `at_resume` determine what a resume may change;
+    `plan_checks.py` rejects other changes, and a smaller number of samples.
 
     Raises:
         InvalidInput: a parameter is invalid.
@@ -304,7 +304,7 @@ class SearchOptions(ValidatedParameters):
         Option(_CHOICE, at_resume=True),
         Flag("step=N", "When a trial ends; or MODULE:NAME.", kind=list[str], resume_position=5),
     ] = None
-    """The passed value with plain scalars, for the journal; `stopper` is the parsed criterion."""
+    """The passed value, converted to dicts and plain scalars for the journal; `stopper` is the parsed criterion."""
     max_concurrent_trials: Annotated[
         Annotated[WholeNumber, Field(ge=1)] | None,
         Option(_DATA, at_resume=True),
@@ -522,7 +522,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def effective_search(self) -> Search:
-        """The search algorithm, with the number of samples in this plan if the plan has one."""
+        """The search algorithm; `num_samples`, if set, replaces the algorithm's own number of samples."""
         return with_samples(RandomSearch() if self.search is None else self.search, self.num_samples)
 
     @property
@@ -553,7 +553,7 @@ class SearchPlan(SearchOptions):
 
     @property
     def effective_rerun_errored(self) -> RerunErrored:
-        """Whether errored trials are retried; `"only"` if no other trials run."""
+        """Whether errored trials are retried; `"only"` means that no other trials run."""
         return self.rerun_errored or self.resume.rerun_errored
 
     @property
@@ -610,7 +610,7 @@ def _option_to_json(name: str, value: Any) -> object | None:
             case _ if name == "stop":
                 return stop_to_json(value)
             case _ if name == "space":
-                samples = (item for item in find_domains(value) if isinstance(item, SampleFrom))  # stored by name
+                samples = (item for item in find_domains(value) if isinstance(item, SampleFrom))
                 are_named = all(find_import_name(item.function) is not None for item in samples if item.path is None)
                 return space_to_json(value) if are_named else None
             case _ if name == "trainable":
@@ -633,7 +633,7 @@ def list_unstored_options(settings: Mapping[str, object]) -> list[str]:
 def plan_from_settings(
     settings: Mapping[str, object], run: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> SearchPlan:
-    """Return the plan of an experiment from its settings, the parameters of this `run` and the `changed` parameters.
+    """Return an experiment's plan from its stored settings, this run's own parameters (`run`), and the user's changes.
 
     Raises:
         InvalidInput: the journal could not store a parameter, and `changed` does not have it. Only callbacks may be
@@ -648,5 +648,5 @@ def plan_from_settings(
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # it is the earlier search's number, or the total that this run raises
+        stored_values.pop("num_samples", None)  # the stored total is another search's, or this run raises it
     return SearchPlan(**{**stored_values, **run, **changed})

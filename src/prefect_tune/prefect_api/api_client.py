@@ -1,6 +1,6 @@
 """Call Prefect's API with one-line errors, recognize temporary errors, and report an incompatible Prefect.
 
-To ask upstream: a class for temporary errors, and a class for the error that a release lacks a feature.
+To ask upstream: an exception class for temporary errors, and another for a feature that a release lacks.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _BUSY_STATUSES, _REFUSED_STATUSES = (408, 429), (401, 403)
 
 
 def is_temporary_error(error: BaseException | None) -> bool:
-    """Return whether the request may succeed later, because the API is unreachable, restarting or too busy."""
+    """Return whether the failed request may succeed later: the API is unreachable, restarting or too busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _BUSY_STATUSES or error.response.is_server_error
     return isinstance(error, httpx.TransportError)
 
 
 def is_no_server_error(error: RuntimeError) -> bool:
-    """Return whether Prefect raised the error because no server answers; only the text of the error tells."""
+    """Return whether Prefect raised `error` because no server answers, which only the text of the error shows."""
     return "API" in str(error)
 
 
 # The error for a Prefect release that lacks an undocumented detail on which this package relies.
 
 MIN_TESTED_VERSION = "3.8.0"
-"""The oldest release that `make test-prefect` tests, which is the lower bound in pyproject.toml."""
+"""The oldest release of Prefect that `make test-prefect` tests; also the lower bound in pyproject.toml."""
 
 
 def prefect_changed_error(change: str) -> TuneError:
@@ -67,7 +67,7 @@ def require_api() -> None:
 
 
 def _wrong_setting_message(error: BaseException) -> str | None:
-    """Return a message that names the wrong setting; None if the `error` of a basic request has another cause."""
+    """Return a message that names the setting that caused `error`; None if `error` has another cause."""
     address = f"PREFECT_API_URL={get_current_settings().api.url}"
     expected = "Expected the address of a Prefect API, which ends with /api, as in http://127.0.0.1:4200/api"
     cause: BaseException | None = error
@@ -91,7 +91,7 @@ def _wrong_setting_message(error: BaseException) -> str | None:
 
 @contextmanager
 def open_server_client(object_kind: str) -> Iterator[SyncPrefectClient]:
-    """Yield a client of the Prefect server, to change stored objects.
+    """Yield a client that can change objects stored on the Prefect server.
 
     Args:
         object_kind: the kind of the objects, such as `deployments`; error messages begin with it.
@@ -114,7 +114,7 @@ def open_server_client(object_kind: str) -> Iterator[SyncPrefectClient]:
 
 
 def _format_server_reason(error: PrefectHTTPStatusError) -> str:
-    """Return the reason in the server's answer; without a reason, the HTTP status."""
+    """Return the reason in the server's answer, or the HTTP status if the answer has no reason."""
     try:
         return str(error.response.json()["detail"])
     except (ValueError, KeyError, TypeError):

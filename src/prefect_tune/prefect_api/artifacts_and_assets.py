@@ -19,7 +19,7 @@ def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float
     `client.update_artifact`, in contrast, also sends an event with the complete content, and the server keeps this
     event for a week.
 
-    To ask upstream: an update whose event lacks the content.
+    To ask upstream: an update that sends an event without the content.
     """
     content = {"data": data, "description": description}
     try:
@@ -36,8 +36,8 @@ def update_artifact(client: SyncPrefectClient, artifact: UUID, data: str | float
 # The events by which Prefect records assets, emitted without task runs.
 #
 # `@materialize` emits the same events when its task run ends. It would need a task run for each checkpoint and each new
-# best model, and so 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, another process often
-# writes the checkpoint. A test compares these events with the events of `@materialize`.
+# best model, and so 34 to 41 ms of the server's CPU time, instead of 0.07 ms for an event. Also, the process that emits
+# the event often has not written the checkpoint itself. A test compares these events with those of `@materialize`.
 #
 # To ask upstream: a function that records a materialization outside of a task.
 
@@ -55,7 +55,7 @@ class PrefectEvent:
 
 
 def make_asset(key: str, name: str = "", description: str = "") -> Asset | None:
-    """Return the asset with this key; None if Prefect rejects the key because of a space or its length."""
+    """Return the asset with this key; None if Prefect rejects the key because it has a space or is too long."""
     properties = AssetProperties(name=name, description=description) if name else None
     try:
         return Asset(key=key, properties=properties)

@@ -1,4 +1,4 @@
-"""Separate a flow run's log and tags from its caller's, and identify a call by a key that a repeated call keeps.
+"""Separate a flow run's log and tags from its caller's, and give each call a key that stays the same in a retry.
 
 Experiment names, seeds and added samples are derived from the key if a call does not specify them.
 """
@@ -23,7 +23,7 @@ from prefect_tune.runtime.load_named import compute_stable_digest
 
 # The context of one of our flow runs, separate from the context of its caller.
 #
-# To ask upstream: that a flow run leaves the context of the task that called it, and that a task can reject tags.
+# To ask upstream: a flow run should leave the context of the task that called it; a task should be able to reject tags.
 
 _Value = TypeVar("_Value")
 _task_variable: ContextVar[TaskRunContext | None] = cast("Any", TaskRunContext.__var__)
@@ -33,10 +33,10 @@ _caller_tags: ContextVar[frozenset[str]] = ContextVar("prefect_tune_callers_tags
 
 @contextmanager
 def isolated_run_context() -> Iterator[None]:
-    """Run this block without the task that called the flow run, and without the tags of the caller.
+    """Run this block outside the context of the task that called the flow run, and without the caller's tags.
 
     In a flow that was called by a task, Prefect logs to the calling task and treats it as the current task. Each task
-    inherits its caller's tags and their concurrency limits, so an upload would wait for the slot of its own trial.
+    inherits its caller's tags and their concurrency limits, so an upload would wait for a slot that its trial holds.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     tags, held_tags = TagsContext.get().current_tags, task.task_run.tags if task is not None else ()
@@ -61,11 +61,11 @@ def get_caller_tags() -> frozenset[str]:
 # The key of a call.
 
 _runs_by_caller: defaultdict[str, list[UUID]] = defaultdict(list)
-"""By caller: the runs that it has called in this process, in order."""
+"""By caller: the runs that the caller has called in this process, in order."""
 _runs_by_key: dict[str, UUID] = {}
 """By key: the flow run of this process that has claimed the key."""
 _argument_digests: dict[UUID, str] = {}
-"""By task run: the digest of the arguments at its first call, because a retry may have changed the arguments."""
+"""By task run: the digest of its arguments when it first called a flow; a retry may find them changed."""
 _guard = threading.Lock()
 
 
@@ -75,7 +75,7 @@ class CallPath(NamedTuple):
     key: str
     """The key stays the same if this run, or a run that called it, is started again by any means."""
     prefix: str
-    """The prefix of the key: the caller, and what it calls; empty for a run without a caller."""
+    """The prefix of the key, which identifies the caller and the called flow; empty for a run without a caller."""
     caller: tuple[str, UUID | None, int]
     """The execution of the calling flow, the id of the calling task run, and its run count."""
 
@@ -83,15 +83,15 @@ class CallPath(NamedTuple):
 def current_call_path(purpose: object = "") -> CallPath:
     """Return the path of this flow run's call: the id of the root run and, for each level, the flow and its call.
 
-    A run that is started again keeps its id, but its subflow runs and task runs may be new runs. A run that calls the
-    search every night has another key for each call. Journals and experiment names contain these keys. If a run that is
-    started again had another key, it would add samples again, or train from step 0.
+    A run that is started again keeps its id, but its subflow runs and task runs may be new runs. If a run calls the
+    search several times, each call has another key. Journals and experiment names contain these keys. A call that got
+    another key when its run is started again would add samples again, or train from step 0.
 
     Calls of the same caller are distinguished by their `purpose` and by the parameters of the subflows that lead to
     them, and only then by their order. Tasks run concurrently, so they are distinguished by name and arguments, and
     only then by their order. Subflows are distinguished by their order. Without a flow run, the root is the task run.
 
-    To ask upstream: an id of a call that a retry of its caller keeps.
+    To ask upstream: an id for each call, which stays the same when the caller is retried.
     """
     run, calls = current_flow_run(), deque[tuple[FlowRun, TaskRun]]()
     if run.parent_task_run_id is None:
@@ -117,7 +117,7 @@ def current_flow_run() -> FlowRun:
 def _build_path(
     root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
-    """Return the path of the last of `calls`, which pair each flow run with the task run that represents its call."""
+    """Return the path of the last call in `calls`, each a flow run and the task run that represents its call."""
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _get_calling_task()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
@@ -126,7 +126,7 @@ def _build_path(
     for run, call in calls:
         parent, execution = path.key, path.caller[0]
         caller = next(iter(get_caller_ids(call)), None)
-        # Only the last call has an action: a digest that includes the parameters of the runs that lead to the call.
+        # Only the last call has an action: a digest of `purpose` and of the parameters of the runs that lead to it.
         action = compute_stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
@@ -134,7 +134,7 @@ def _build_path(
             path = CallPath(f"{prefix}-{action}:{number}", prefix, path.caller)
         elif task is not None and task.task_run.id == caller:
             path = _build_task_path(run, task.task_run, _digest_task_arguments(task), action, parent, execution)
-        elif client is not None:  # only the server knows the task; the flow run's parameters replace its arguments
+        elif client is not None:  # the task's arguments are unknown here, so use the called run's parameters
             digest = _digest_arguments(run.parameters)
             path = _build_task_path(run, client.read_task_run(caller), digest, action, parent, execution)
         parameters.append(run.parameters)
@@ -143,7 +143,7 @@ def _build_path(
 
 
 def get_caller_ids(run: TaskRun) -> list[UUID]:
-    """Return the ids of the task runs that called `run`. `TaskRun.task_inputs` documents the key."""
+    """Return the ids of the task runs that called `run`; Prefect's `TaskRun.task_inputs` documents `__parents__`."""
     return [caller.id for caller in run.task_inputs.get("__parents__", ()) if isinstance(caller, TaskRunResult)]
 
 
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call that a task makes. Numbers distinguish equal calls of equal tasks of `execution`."""
+    """Return the path of a call from a task. Numbers distinguish equal tasks of `execution`, and their equal calls."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _assign_call_number(task.id, f"{execution}/{prefix}-{action}")
@@ -202,7 +202,7 @@ def claim_call_key(key: str) -> None:
 
 
 def _differ_by_order(key: str, other: str) -> bool:
-    """Return whether the first difference of the keys is the number of a call by the same caller to the same flow."""
+    """Return whether two keys first differ in the number of a call, from the same caller to the same flow."""
     levels = zip(key.split("/"), other.split("/"), strict=False)
     first, second = next(((first, second) for first, second in levels if first != second), ("", ":"))
     return first.partition(":")[0] == second.partition(":")[0]

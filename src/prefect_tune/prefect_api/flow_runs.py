@@ -90,7 +90,7 @@ def has_resume_state(states: Sequence[State[Any]]) -> bool:
 
 
 def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Return whether the run is paused or running; if heartbeats are on, a running run must have sent a recent one."""
+    """Return whether the run is paused or running; if heartbeats are on, a running run must have sent one recently."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
         return False
     period = get_current_settings().flows.heartbeat_frequency
@@ -121,7 +121,7 @@ def is_flow_run_suspended() -> bool:
 
 
 def get_suspension_state() -> State[Any] | None:
-    """Return the state with which the flow run of this context was suspended; None if it was not."""
+    """Return the state with which the flow run of this context was suspended; None if the run was not suspended."""
     context = FlowRunContext.get()
     return _get_suspension_request(context).get_state() if context else None
 
@@ -144,7 +144,7 @@ def ignoring_suspension() -> Iterator[None]:
 
 
 def _get_suspension_request(context: FlowRunContext) -> Any:
-    """Return Prefect's suspension request, which its threads share through the context."""
+    """Return the suspension request, which Prefect's threads share through the context."""
     if _SUSPENSION_FIELD not in FlowRunContext.model_fields:
         raise prefect_changed_error(
             f"FlowRunContext.{_SUSPENSION_FIELD} is missing; without it a suspended run cannot save"
@@ -156,8 +156,8 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
     `suspend_flow_run` saves the form after the state, so the UI cannot resume the run if the process ends in between;
-    and it rejects a run that was suspended in the UI. So this function saves the form first. It forces the state: the
-    server's rules reject this state for a suspended run, and from 3.9 on, accepting the state also deletes the form.
+    and it rejects a run that was suspended in the UI. So this function saves the form first. It forces the state:
+    without force, a server would reject the state for a suspended run, or (from 3.9 on) accept it and delete the form.
 
     Raises:
         Abort: the run is no longer running or suspended.
@@ -243,7 +243,7 @@ def clear_cancellation() -> bool:
 
 # Keep a run alive when the reader of its log has exited, such as a killed worker that held the pipe of its output.
 #
-# Rich exits the process or thread that prints to a broken pipe, and Prefect's console handler allows this. The
+# Rich exits the process or thread that prints to a broken pipe; Prefect's console handler does not prevent this. The
 # log still reaches Prefect's API and all other handlers.
 #
 # To ask upstream: that `PrefectConsoleHandler` treats a broken pipe like any other error of a handler.
@@ -251,7 +251,7 @@ def clear_cancellation() -> bool:
 
 def ignore_broken_log_pipe() -> None:
     """Drop console log lines of this process after their reader has exited. May be called at any time."""
-    from prefect_tune.terminal.live_display import find_console_handlers  # here, since the flows import this module
+    from prefect_tune.terminal.live_display import find_console_handlers  # imported late: flows import this module
 
     for handler in find_console_handlers():
         console = getattr(handler, "console", None)

@@ -1,8 +1,8 @@
 """Flows that find or start a Prefect server if no API is configured. They start the server faster than Prefect does.
 
 When Prefect starts a server, it also imports the complete server into the client process. This import takes half of the
-time before a script's first trial, 80 MB of memory, and a quarter of the CPU time of a short search. Prefect gives the
-server 20 s to start; the first start on a machine runs all migrations, and may take longer.
+time before a script's first trial, 80 MB of memory, and a quarter of the CPU time of a short search. Prefect also gives
+up after 20 s, but the server's first start on a machine runs all migrations, and may take longer.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def showing_search_output(flow: str) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", output(flow))
 
 
-# The deferred interrupts of a flow call in this context. A deployment's run is not a call; Prefect sets its state.
+# The deferred interrupts of a flow call in this context; None in a deployment's run, whose state Prefect itself sets.
 _deferred_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_deferred_interrupts", default=None)
 
 
@@ -175,7 +175,7 @@ def record_flow_run() -> None:
 
 
 def _is_top_level_call() -> bool:
-    """Return whether this flow run is a call in this process, and no other run has called it."""
+    """Return whether this flow run was called in this process, and not by another run."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     return _deferred_interrupts.get() is not None and run is not None and run.parent_task_run_id is None
@@ -194,7 +194,7 @@ def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
 
 def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap the function of a flow so that Ctrl-C ends the run as Interrupted; Prefect would treat it as a crash."""
-    # Evaluate annotations, as Prefect does not; but not the return type, whose import takes longer than the flow's.
+    # Evaluate the annotations, since Prefect does not. Omit the return type: its import takes longer than the flow's.
     function.__annotations__.pop("return", None)
     function.__annotations__ = get_type_hints(function, include_extras=True)
 
@@ -278,14 +278,14 @@ def _start_own_server(resources: ExitStack) -> None:
     atexit.register(server.terminate)
     is_healthy = False
     try:
-        _set_api_url(server.url)  # runs while the server starts, which takes as long; early requests wait
+        _set_api_url(server.url)  # this and the imports take as long as the server's start; early requests wait
         resources.enter_context(_disabling_heartbeats())
         for name in _MODULES_TO_PRELOAD:
-            with suppress(ImportError):  # raised again by the code that needs it
+            with suppress(ImportError):  # raised again by the code that needs the module
                 import_module(name)
         is_healthy = server.wait_until_healthy()
     finally:
-        if not is_healthy:  # Prefect then starts its own server, and reports the error
+        if not is_healthy:  # then Prefect starts its own server, and reports any error
             resources.close()
             _set_api_url(None)
             server.terminate()
@@ -364,14 +364,14 @@ def _skip_heartbeat_joins() -> None:
 
 LIGHT_SERVER_SETTINGS: Mapping[str, str] = {
     # Defaults of the server; the user's settings override them.
-    # Batch the states of task runs, which by default are one transaction each. Batches delay the UI by 1 s at most.
+    # Record the states of task runs in batches, not in one transaction each. Batches delay the UI by 1 s at most.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Automations need a permanent server, and evaluating them would take a twelfth of this server's CPU time.
     "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",
     # At its start, a server imports every installed integration, such as Dask, to list its blocks in the UI. This
-    # server has no UI, and saving a block registers its type.
+    # server has no UI, and a block's type is registered when the block is saved.
     "PREFECT_SERVER_REGISTER_BLOCKS_ON_START": "false",
     "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
 }

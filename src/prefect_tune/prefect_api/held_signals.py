@@ -8,11 +8,11 @@ So, while a search runs outside of the main thread:
            ──► the thread "signals" reads the number and notifies the searches, whose trials save and end
            ──► all searches have ended: the previous handlers are restored, and the process sends itself the signal
 
-The handlers of Prefect, asyncio and the script are called after the save, as after a search in the main thread. The
-searches are notified even while the main thread is blocked in C code.
+The handlers of Prefect, asyncio and the script are called only after the save. The searches are notified even while the
+main thread is blocked in C code.
 
-The handler in C is the C library's function `l64a`. It only writes its argument, in base 64, into its own buffer, which
-is safe in any thread that may receive a signal, even in a new thread that Python does not know yet. (The handler of
+The handler in C is the C library's function `l64a`. It only writes its argument, in base 64, into its own buffer. So it
+is safe in any thread that receives a signal, even in a new thread that Python does not know yet. (The handler of
 `faulthandler` would write nothing in such a thread; with `all_threads`, it reads threads that are ending, and crashes.)
 """
 
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
 """How often the stored number is read and the handler reinstalled; only the last signal of an interval counts."""
 _STATE_TIMEOUT_SECONDS = 1.0
-"""The time in which the flow and task runs that called a search set their states before SIGTERM ends the process."""
+"""The time for the flow and task runs that called a search to set their states before SIGTERM ends the process."""
 
 # CPython's own functions that get and set a handler in any thread; `signal.signal` works only in the main thread.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
@@ -73,7 +73,7 @@ class _HoldableSignal:
     def install_handler(self) -> None:
         """Hold the signal; hold it again if other code, such as another flow, has installed its own handler."""
         if self.number == signal.SIGINT and not callable(signal.getsignal(signal.SIGINT)):
-            self.restore_handler()  # ignored already, as in a kernel without a running cell, or in a shell's background
+            self.restore_handler()  # Ctrl-C is already ignored, as in a notebook between cells or in a background job
         elif (handler := _get_handler(self.number)) != _HANDLER_ADDRESS:
             self._handler_before, self.is_held = handler, True
             _set_handler(self.number, _HANDLER_ADDRESS)
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call that ends on a signal. A call in the main thread also ends on a signal that is held for other threads."""
+    """A call, such as a search, that ends on a signal; in the main thread, also on a signal held for other threads."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -98,7 +98,7 @@ class _ActiveCall:
 
 
 class _SignalHolder:
-    """Tracks the calls of this process, by thread, and holds signals back for them."""
+    """Tracks the calls of this process, by thread, and holds signals back until the calls have ended."""
 
     def __init__(self) -> None:
         self._holdable_signals = [_HoldableSignal(number) for number in _SIGNALS]
@@ -110,7 +110,7 @@ class _SignalHolder:
         self._received: list[signal.Signals] = []
         self._is_any_within_run = self._is_main_signalled = False
         self._stopped = threading.Event()
-        """Set while no signal is held; when this event is set, the thread "signals" exits."""
+        """Set while no signal is held. Setting this event ends the thread "signals"."""
         self._stopped.set()
 
     def current_call(self) -> _ActiveCall | None:
@@ -130,7 +130,7 @@ class _SignalHolder:
             return call
 
     def end_call(self) -> None:
-        """Remove the call of this thread; after a signal, wait for the other threads' calls, and release the signal."""
+        """Remove this thread's call. If the call received a signal, wait for all calls outside the main thread."""
         with self._changed:
             call = self._calls.pop(threading.get_ident())
             if not _is_main_thread() and not self._count_background_calls():
@@ -140,7 +140,7 @@ class _SignalHolder:
                 self._changed.wait_for(lambda: not self._count_background_calls())
 
     def before_fork(self) -> None:
-        """Block signals until the child has restored its handlers; the inherited C handler would lose a signal."""
+        """Block signals until the child has restored its handlers, since the inherited C handler would lose signals."""
         is_held = any(holdable.is_held for holdable in self._holdable_signals)
         _fork_state.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if is_held else ())
 
@@ -176,12 +176,12 @@ class _SignalHolder:
         call.signals.put(number)
 
     def _release_signals(self) -> None:
-        """Restore the handlers; resend the received signals unless a call in the main thread raises them."""
+        """Restore the handlers. Resend the received signals, unless a call in the main thread raises them."""
         self._stopped.set()
         for holdable in self._holdable_signals:
             holdable.restore_handler()
         if (latest := _take_signal()) is not None and latest not in self._received:
-            self._received.append(latest)  # arrived after the last poll
+            self._received.append(latest)  # this signal arrived after the last poll
         numbers, self._received = self._received, []
         is_main_signalled, self._is_main_signalled = self._is_main_signalled, False
         is_within_run, self._is_any_within_run = self._is_any_within_run, False
@@ -221,9 +221,9 @@ os.register_at_fork(
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold signals back from the main thread during a call in another thread; `raise_held_signal` raises them.
+    """Hold signals back from the main thread during a call in another thread; `raise_held_signal` raises them there.
 
-    After a signal, the `with` block ends only when no thread but the main thread has a call; then the signal is resent.
+    After a signal, the `with` block ends when all calls outside the main thread have ended; then the signal is resent.
     """
     if _is_main_thread() or _signal_holder.current_call() is not None:
         yield
@@ -237,7 +237,7 @@ def holding_signals() -> Iterator[None]:
 
 @contextmanager
 def saving_on_signals() -> Iterator[None]:
-    """Hold signals back in this `with` block, whose trials save on a signal.
+    """Hold signals back during this `with` block, whose trials save on a signal.
 
     In the main thread, the block holds no signals back, but receives the signals that are held for other threads.
     """
@@ -253,7 +253,7 @@ def saving_on_signals() -> Iterator[None]:
 
 
 def raise_held_signal() -> None:
-    """Raise the next signal that was held back for this thread, if any, like Python and Prefect in the main thread.
+    """Raise the next signal held back for this thread, if any, as Python and Prefect raise it in the main thread.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.

@@ -27,7 +27,7 @@ from prefect_tune.linux import iter_listener_owners
 
 Services: TypeAlias = Literal["all", "few"]
 
-_START_TIMEOUT = timedelta(minutes=3)  # the first start on an empty database runs every migration
+_START_TIMEOUT = timedelta(minutes=3)  # long, because the first start on an empty database runs every migration
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _RECORDER_MODULE = "prefect.server.services.task_run_recorder"
 
@@ -57,7 +57,7 @@ class PrefectServer:
             self.process.wait(_EXIT_TIMEOUT.total_seconds())
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.communicate()  # reaps the server and closes its stdin; to close stdin earlier would end the server
+        self.process.communicate()  # closes the server's stdin; closing it earlier would end the server
 
 
 def start_prefect_server(
@@ -89,7 +89,7 @@ def _run_server(descriptor: int, services: str) -> None:
     import uvicorn
 
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    gc.disable()  # 0.7 s of the 4.0 CPU s of the import are garbage collection that finds nothing
+    gc.disable()  # garbage collection finds nothing, but takes 0.7 s of the import's 4.0 s of CPU time
     create_app = import_module("prefect.server.api.server").create_app
     gc.freeze()
     gc.enable()
@@ -101,16 +101,16 @@ def _run_server(descriptor: int, services: str) -> None:
 
 
 def reports_cancelled_batch(record: logging.LogRecord) -> bool:
-    """Return whether the log record is about a cancelled batch; at shutdown, the server still writes that batch."""
+    """Return whether the log record reports a cancelled batch; at shutdown, the server still writes that batch."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def _exit_with_parent() -> None:
-    """End the server as soon as its stdin ends. The parent writes nothing to stdin, and its exit closes stdin."""
+    """End the server as soon as its stdin ends. The parent writes nothing to stdin; the parent's exit closes stdin."""
     os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`, during which Python cannot shut down cleanly
     os.kill(os.getpid(), signal.SIGTERM)  # the server first stores the received events
     time.sleep(_EXIT_TIMEOUT.total_seconds())
-    os._exit(0)  # a server that is still starting handles the signal only after its start
+    os._exit(0)  # ends a server that is still starting, which handles the signal only after its start
 
 
 # Find the Prefect server that this user runs at Prefect's default address with `prefect server start`.

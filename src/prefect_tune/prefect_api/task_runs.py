@@ -51,10 +51,10 @@ _LIVE_STATE_TYPES = [StateType.PENDING, StateType.SCHEDULED, StateType.RUNNING]
 def mark_task_runs_crashed(
     owner_run: str, is_lost: Callable[[TaskRun], bool], *, successor: str, has_owner_exited: bool
 ) -> None:
-    """Set the lost task runs of a flow run, and the task runs that they called, to Crashed.
+    """Set the state Crashed for a flow run's lost task runs, and for the task runs that they called.
 
-    While the flow run may be alive, this function waits, because the server may not know yet that a process was killed.
-    Task runs that have ended stay unchanged. If the server does not answer or rejects a request, no state is set.
+    While the server shows the flow run as alive, wait, because the server may not know yet that its process was killed.
+    Task runs that have ended stay unchanged. If the server is silent or rejects a request, no further state is set.
 
     Args:
         owner_run: the id of the flow run, from a journal; if it is not a UUID, no state is set.
@@ -81,7 +81,7 @@ def mark_task_runs_crashed(
 
 
 def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
-    """Return all task runs that have not ended. By default, the server returns at most 200 of them per request."""
+    """Return all task runs that have not ended, page by page: by default, the server returns at most 200 at a time."""
     flow_run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE_STATE_TYPES)))
     runs: list[TaskRun] = []
@@ -92,10 +92,10 @@ def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Task
     return runs
 
 
-# The type of the public tasks. Pyright finds Prefect's own type of `submit` partly unknown, and without `wait_for`.
+# The type of the public tasks. To pyright, Prefect's own type of `submit` is partly unknown, and lacks `wait_for`.
 #
-# To ask upstream: a valid signature instead of `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)`, for which
-# pyright treats the arguments as unknown, and mypy also requires `return_state`.
+# To ask upstream: a valid signature instead of `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)`, with which
+# pyright does not know the arguments, and mypy requires `return_state`.
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -126,7 +126,7 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
     return cast("Callable[[Callable[_P, _R]], PublicTask[_P, _R]]", task(**options))
 
 
-# Keep Prefect's messages about the ends of inner tasks, and about unsent events, out of the log of a search.
+# Omit Prefect's messages about the ends of inner tasks, and about unsent events, from the log of a search.
 #
 # To ask upstream: a task option that omits the message at the task's end; and a log message without the item's `repr`
 # (14 lines for an event) when a service fails to process an item.
@@ -144,10 +144,10 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 
 @contextmanager
 def quieting_inner_tasks() -> Iterator[None]:
-    """Hide Prefect's log lines about the ends of attempts, and about the ends of successful tasks in this context.
+    """Hide Prefect's log lines about the ends of attempts, and, inside the `with` block, of successful tasks.
 
-    If a service of Prefect cannot send an item, such as an event while the server is down, one line without the item is
-    logged, at most once a minute. At the log level DEBUG, nothing is hidden.
+    Of Prefect's messages about items that it could not send, such as events while the server is down, one a minute is
+    logged, without the item. At the log level DEBUG, nothing is hidden.
     """
     logging.getLogger(_SERVICES_LOGGER).addFilter(_filter_unsent_record)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_filter_task_end_record)
@@ -156,7 +156,7 @@ def quieting_inner_tasks() -> Iterator[None]:
 
 
 def _filter_task_end_record(record: logging.LogRecord) -> bool:
-    """Return False for the known messages that only report the end of a task; return True for all others."""
+    """Return whether to log the record; not if it only reports a task's end that `quieting_inner_tasks` hides."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     message, is_attempt = str(record.msg), getattr(record, "task_name", "") == TRIAL_TASK_NAME
@@ -169,7 +169,7 @@ _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _filter_unsent_record(record: logging.LogRecord) -> bool:
-    """Remove the item from the message about an unsent item; return False for further messages within a minute."""
+    """Remove the item from a message about an unsent item. Return False (drop the record) for all but one a minute."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
@@ -181,15 +181,15 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
     return True
 
 
-# Run a task without the state Pending, which costs the Prefect server as much as Running or the final state.
+# Run a task without the state Pending, since a called task that waits for nothing is Pending for under a millisecond.
 #
-# For each state of a task run, Prefect's client sends an event, and the server stores the state in a separate
-# transaction. A called task that waits for nothing is Pending for less than a millisecond.
+# Pending costs as much as Running or the final state: for each state of a task run, Prefect's client sends an event,
+# and the server stores the state in a separate transaction.
 #
 # To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
-# A private function (None if missing), since the public `Task.create_local_run` is asynchronous and opens a client.
+# Private to Prefect; None if missing. The public `Task.create_local_run` is asynchronous, and opens a client.
 _create_task_run = getattr(task_engine, "_create_task_run_locally", None)
 
 
@@ -208,7 +208,7 @@ def skip_prefect_introspection(argument: _R) -> _R:
 
 
 def run_task_to_state(task: Task[_P, Any], *args: _P.args, **options: _P.kwargs) -> State[Any]:
-    """Run a task like `run_task_inline`, and return the final state of its run, with any error of the task."""
+    """Run a task like `run_task_inline`; return the final state of its run, which contains the task's error, if any."""
     return cast("State[Any]", _run_task(task, "state", args, options))
 
 
@@ -272,7 +272,7 @@ def _holding_slots(
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
-            # Prefect sends these requests one at a time: make a single one with a timeout, so that others get a turn.
+            # Prefect sends these requests one after another, so time out soon, to let other requests have their turn.
             slots = request_slots(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
@@ -298,13 +298,13 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Return the context that waits for the slots of a task's tags; outside of our flows, it is Prefect's own."""
+    """Return the context that waits for the slots of a task's tags; in flows of other packages, it is Prefect's own."""
     context, stop = FlowRunContext.get(), _slot_wait_stop.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)
     return _holding_slots(names, stop or threading.Event(), partial(concurrency, names, **options))
 
 
-# Prefect's engine calls its wait for the slots of a task's tags by this name. Rebind the name: there is no public hook.
+# By this name, Prefect's engine calls the context that waits for slots of a task's tags. There is no public hook.
 if "_concurrency" in vars(task_engine):
     vars(task_engine)["_concurrency"] = _holding_tag_slots

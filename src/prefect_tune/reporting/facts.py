@@ -57,7 +57,7 @@ class Totals:
     """What an experiment did and cost."""
 
     trained_seconds: float | None
-    """None if the time of a trial was not measured."""
+    """The training time of all trials; None if that of a trial was not measured."""
     useful_seconds: float | None
     """The seconds of *training* in `slots`, without lost time; `trained_seconds` if no attempt held a slot."""
     lost_seconds: float
@@ -124,7 +124,7 @@ class ReportInput:
 
     @cached_property
     def first_trials(self) -> Sequence[Trial]:
-        """The first 50 trials: first those that can be compared, the best first, then the others."""
+        """At most 50 trials: those that can be compared, from the best to the worst, then the others."""
         others = (trial for trial in self.trials if trial.id not in self.losses)
         return [*self.ranking, *others][:MAX_TRIALS]
 
@@ -223,7 +223,7 @@ class ReportInput:
 
     @cached_property
     def space(self) -> Mapping[str, str]:
-        """The domains as text, without the options of choices; empty if no space is journaled."""
+        """The domains as text, each choice with the domains in its options; empty if no space is journaled."""
         nested = tuple(f"{name}/" for name in self.domains)
         return {name: repr(domain) for name, domain in self.domains.items() if not name.startswith(nested)}
 
@@ -267,7 +267,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: half of them the first, which are the best, and half spread over the rest."""
+    """Return at most `max_count` trials: half are the first ones, the best; the other half is spread over the rest."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]
@@ -289,7 +289,7 @@ def _read_domains(space: object) -> Mapping[str, object]:
 
     try:
         return dict(_iter_domains(space_from_json(space, lambda _: reject), "")) if isinstance(space, Mapping) else {}
-    except InvalidInput:  # written by another version
+    except InvalidInput:  # another version wrote the space
         return {}
 
 

@@ -56,10 +56,10 @@ from prefect_tune.reporting.svg import (
 )
 from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, format_counts, format_metrics
 
-# The page. Its limits on rows, charts and texts keep it below about 300 KB for any number of trials.
+# The page. The limits on rows, charts and texts keep the page below about 300 KB for any number of trials.
 
 _GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
-"""Statuses whose trials are not counted in the headline."""
+"""Statuses without a count of their own in the headline, which counts such trials as done."""
 _MAX_PARAMETER_COLUMNS = 5
 _BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
@@ -135,7 +135,7 @@ def _format_headline(report: ReportInput) -> str:
         if trial.reason:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
-    expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have requested more
+    expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have proposed more trials
     # The journal does not say how many trials will follow; without an expected number, count only the proposed ones.
     kind = "trials" if report.expected_trial_count else "proposed trials"
     parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
@@ -145,7 +145,7 @@ def _format_headline(report: ReportInput) -> str:
 
 
 def make_best_trial_section(report: ReportInput) -> Iterator[PageElement]:
-    """Yield the best or the only trial: its metrics, configuration, and newest checkpoint."""
+    """Yield the metrics, the configuration and the newest checkpoint of the best trial, or of the only trial."""
     if len(report.best_trials) != 1 and (report.is_search or not report.trials):
         return
     best = report.best_trials[0] if len(report.best_trials) == 1 else report.trials[0]
@@ -236,7 +236,7 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
     times, checkpoints = [trial.measured_seconds for trial in trials], [newest_checkpoint(trial) for trial in trials]
     last.append(("trained", ["not measured" if seconds is None else format_elapsed(seconds) for seconds in times]))
     last.append(("checkpoint", [f"step {checkpoint.step:,}" if checkpoint else "" for checkpoint in checkpoints]))
-    # Show the first five parameters that differ between trials (of a single trial, any five), as far as they fit.
+    # Show the first five parameters that differ between trials (for a single trial, the first five), if there is room.
     free_width = _MAX_TABLE_WIDTH - sum(map(_measure_column, (*columns, *last)))
     configs = [flatten(trial.config) for trial in trials]
     names = dict.fromkeys(name for config in configs for name in config if name not in report.constants)
@@ -408,7 +408,7 @@ def _to_markdown(element: PageElement, *, has_pictures: bool) -> Iterator[str]:
 
 
 def _render_table(table: Table) -> Iterator[str]:
-    """Yield a Markdown table. Since Markdown requires a header, the first row serves as the header if there is none."""
+    """Yield a Markdown table. Markdown requires a header, so the first row becomes the header if the table has none."""
     rows = [list(map(_render_cell, row)) for row in table.rows]
     if not rows:
         return

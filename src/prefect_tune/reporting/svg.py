@@ -2,7 +2,7 @@
 
 No plotting library is used. Matplotlib would need 1.2 CPU s for its import and 80 MiB of memory, and 0.3 s and 84 kB
 per chart. This module takes milliseconds per chart, and its charts are ten times smaller. An `<img>` with a chart does
-not know the theme of its page, so charts have no background, and their colors are readable on a dark or a light page.
+not know the theme of its page, so charts have no background, and colors that are readable on dark and light pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLUE, ORANGE, GREEN, RED = "#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b"
 VIOLET, TEAL, GREY = "#9a6ee8", "#14949c", "#78808a"
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
 FAINT, PALE = 0.5, 0.6
-"""Opacities of the grid and of marks in the background; with less than 0.5 they vanish on a dark or a light page."""
+"""Opacities of the grid and of marks in the background; below 0.5, lines would vanish on a dark or a light page."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _MAX_CHARACTERS = 80
 _NO_XML = re.compile("[\ufffe\uffff]")  # the only characters that XML forbids but `make_visible_line` keeps
@@ -156,13 +156,13 @@ ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 _MIN_LOG_RATIO = 50.0
 """By default, a scale may be logarithmic only if its largest number is at least this multiple of the smallest."""
 _OUTLIER_FACTOR = 8.0
-"""A number is an outlier, drawn at the edge, if it is farther from the middle 90 % than this multiple of its range."""
+"""A number is drawn at the edge if its distance to the middle 90 % is larger than this multiple of their range."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps the numbers from `low` to `high` to positions from `begin` to `end`, and others to the nearest edge."""
+    """Maps the numbers from `low` to `high` to positions from `begin` to `end`; other numbers to the nearer end."""
 
     low: float
     high: float
@@ -369,7 +369,7 @@ class Axis:
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
-    """Draw each ranked trial as a line through its parameters and metrics; return None below two trials or axes."""
+    """Draw each ranked trial as a line through its parameters and metrics; None with fewer than two trials or axes."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     area = PlotArea(70, 44, WIDTH - 70, 280)
@@ -460,7 +460,7 @@ class _TimeAxis:
 
     begin: datetime
     knots: Sequence[tuple[float, float]]
-    """Pairs of a time, in seconds since `begin`, and its horizontal position; linear in between."""
+    """Pairs of a time, in seconds since `begin`, and its horizontal position; other positions are interpolated."""
     breaks: Sequence[tuple[float, timedelta]]
     """The position and duration of each compressed idle time."""
 
@@ -477,7 +477,7 @@ def draw_timeline(report: ReportInput) -> str | None:
     ownerships = report.snapshot.ownerships
     if not ownerships:
         return None
-    now = ownerships[-1].last_entry_at  # the bar of an attempt without an end extends to the last journal entry
+    now = ownerships[-1].last_entry_at  # where the bar of an attempt without an end stops
     attempts = [(attempt, attempt.ended_at or max(attempt.began_at, now)) for attempt in report.snapshot.attempts]
     periods = [(ownership.began_at, ownership.last_entry_at) for ownership in ownerships]
     time_axis = _make_time_axis(periods + [(attempt.began_at, end) for attempt, end in attempts])
@@ -572,7 +572,7 @@ def _draw_attempts(
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {ANCHOR_END}')
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
-            # Draw an ended trial's last attempt with the trial's status, since it may have been pruned while paused.
+            # Draw an ended trial's last attempt with the trial's status, because a paused trial can be pruned later.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status

@@ -114,11 +114,11 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
     def to_directory(
         self, path: str | os.PathLike[str] | None = None, *, timeout: timedelta = _DOWNLOAD_TIMEOUT
     ) -> str:
-        """Copy the files to a local directory and return its path. The caller owns the directory; it is not removed.
+        """Copy the files to a local directory and return its path. The caller owns the directory; nothing removes it.
 
         Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
         other processes share that directory until a file in it is changed. If several processes request one directory,
-        one downloads it and the others wait. A directory appears complete or not at all. A complete one is reused.
+        one downloads it and the others wait. A directory appears complete or not at all, and is reused if it exists.
 
         ```python
         directory = checkpoint.to_directory("copy-of-model")
@@ -150,7 +150,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
 
     @contextmanager
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
-        """Yield a local directory with the files for a `with` block; do not write to it.
+        """For a `with` block, yield a local directory that contains the files; do not write to this directory.
 
         A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
         machine. All processes and threads share the copy, which is removed when the last of them leaves the block. The

@@ -1,12 +1,12 @@
 """Join a trial as a rank that a launcher (torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI) has started.
 
 The launcher passes on an environment variable with the path of the supervisor's socket. The rank connects to the
-socket, sends its number, receives a start message like the trial's process, and then reports:
+socket, sends its number, receives a start message, as the trial's process does, and then reports:
 
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
 
-Only the same user can connect, because the socket is in a folder of mode 0700. No two processes join as the same rank.
+Only the same user can connect, because the socket is in a folder of mode 0700. Two processes cannot join as one rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def join_as_rank(caller: str) -> TrialSession | None:
     rank = detect_rank()
     is_rank = rank.world_size > 1 or is_launched_rank()
     if not is_rank or not (address := os.environ.get(RANK_SOCKET_ENV)) or multiprocessing.current_process().daemon:
-        return None  # a daemon is only a worker, for example of a data loader
+        return None  # a daemon process is not a rank, but a helper, for example of a data loader
     process_session = get_process_session()
     if rank.rank == 0 and process_session is not None and process_session.start.rank.rank == 0:
         process_session.become_rank_0(rank.world_size)
@@ -80,17 +80,17 @@ def join_as_rank(caller: str) -> TrialSession | None:
         raise InvalidInput(f"{caller}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, caller)
     if is_relaunched_as_rank():
-        prepend_import_path(start.import_path)  # a rank that runs another program keeps its `sys.path`
+        prepend_import_path(start.import_path)  # any other program keeps its own `sys.path`
     session = make_session(connection, start, cast("Stopper", load_object(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
-    os.environ[RANK_SOCKET_ENV] = ""  # child processes are not ranks; a forked child may still read the trial's info
+    os.environ[RANK_SOCKET_ENV] = ""  # so that child processes do not join; a forked child can still read the info
     activate_session(session, whole_process=True)
-    if find_ancestor_trial() is not None:  # send the end, else the supervisor takes this rank for killed
+    if find_ancestor_trial() is not None:  # send the end, else the supervisor assumes that this rank was killed
         session.stop_exception_type = StopRank
         end = partial(_send_rank_end, os.getpid(), session)
-        atexit.register(end)  # for a program
-        Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for `multiprocessing`: its children run no `atexit` handlers
+        atexit.register(end)  # at the exit of a program
+        Finalize(None, end, exitpriority=_EXIT_PRIORITY)  # for children of `multiprocessing`, which ignore `atexit`
         sys.excepthook = partial(_on_uncaught_exception, session, sys.excepthook)
     if on_join := os.environ.get(ON_JOIN_ENV):
         cast("Callable[[], None]", load_object(on_join))()

@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`. A repeated call changes nothing, to keep the changes that modules made."""
+    """Put `import_path` first in `sys.path`. A repeated call does nothing, so that changes by modules are kept."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -65,7 +65,7 @@ def load_object(name: str, parameter: str = "trainable") -> object:
     try:
         result: object = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if os.getpid() != process:  # a process that the module has forked: let it exit
+        if os.getpid() != process:  # let a process that the module has forked exit
             raise
         reason = describe_import_error(error)
         raise InvalidInput(f"{parameter} {name!r}: module {module!r} cannot be imported: {reason}") from error
@@ -83,7 +83,7 @@ _importing_module: ContextVar[str] = ContextVar("prefect_tune_importing", defaul
 
 
 def require_not_importing(flow: str) -> None:
-    """Raise InvalidInput if `load_object` is importing a module that calls `flow`, since each trial would call it."""
+    """Raise InvalidInput if `load_object` is importing a module that calls `flow`, since trials would call it too."""
     if module := _importing_module.get():
         raise InvalidInput(
             f"{flow}: the import of module {module!r} calls it, so each trial would start it again. Call it "
@@ -143,7 +143,7 @@ def load_trainable(name: str) -> object:
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _find_script_globals(trainable) | names):
         main = ModuleType("__main__")
-        # In new processes, `multiprocessing` runs the module that `__spec__` names.
+        # Keep the original `__spec__`, because `multiprocessing` runs the module that it names in new processes.
         main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
         sys.modules["__main__"] = main
     return trainable
@@ -160,7 +160,7 @@ def _find_script_globals(trainable: object) -> dict[str, object]:
 
 
 _TRAINABLE_FILE_ENV = "PREFECT_TUNE_TRAINABLE"
-_MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would cost too much disk for `spawn`
+_MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would take too much disk space
 
 
 def write_trainable_for_spawn(trainable: str) -> None:
@@ -197,7 +197,7 @@ def require_loadable(config: Mapping[str, object]) -> None:
     """Load the trainable that `config` names, without training. A trial's process runs this function as its trainable.
 
     Raises:
-        InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although its cadence saves.
+        InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although `cadence` requires saves.
     """
     loaded = load_trainable(str(config["trainable"]))
     if isinstance(loaded, type) and config.get("cadence") is not None:
@@ -228,7 +228,7 @@ def _missing_attribute_message(owner: object, name: str) -> str:
     from prefect_tune.core.display_text import did_you_mean_or_list, find_nearest_name
 
     public = [attribute for attribute in dir(owner) if not attribute.startswith("_")]
-    # The value is None for a name that the module makes on demand.
+    # The value is None for a name that the module's `__getattr__` makes on demand.
     values = {key: inspect.getattr_static(owner, key, None) for key in public}
     own_name = getattr(owner, "__name__", None)
     defined = [key for key, it in values.items() if callable(it) and getattr(it, "__module__", None) == own_name]
@@ -274,7 +274,7 @@ def _is_importable(obj: object) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Pickle code with its file name, which tracebacks show, but cloudpickle 3.1.3 drops."""
+    """Pickle code with its file name, which cloudpickle 3.1.3 drops, although tracebacks show it."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
@@ -342,7 +342,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if obj is sys.modules["__main__"]:
             raise pickle.PicklingError("each process has its own __main__")
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
-        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # the result may be only a name
+        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # which may return only a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
             return super().reducer_override(obj)
         if isinstance(reduced := obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(obj):
@@ -412,7 +412,7 @@ def _iter_items(items: Iterable[object]) -> Iterator[tuple[str, object]]:
 
 
 def _find_used_names(code: CodeType) -> set[str]:
-    """Return the names that `code` uses, including those in functions that it defines."""
+    """Return the names that `code` uses, including the names that its inner functions use."""
     return {*code.co_names}.union(*(_find_used_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
@@ -429,7 +429,7 @@ def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:
     def format_parts(*parts: object) -> str:
         return f"({','.join(_format_canonical(part, (*parents, value)) for part in parts)})"
 
-    if any(value is parent for parent in parents):  # for example the class of a method, in the method's cell
+    if any(value is parent for parent in parents):  # for example, a method's cell refers to the method's class
         return ""
     match value:
         case None | Number() | bytes():

@@ -1,7 +1,7 @@
 """Read complete, validated messages of bounded size from a socket.
 
-Each message is one JSON object of `prefect_tune.core.messages.process_messages`, after its length in four bytes (or
--1 in four bytes, then the length in eight bytes), as in `multiprocessing.connection`.
+Each message is its length, then one JSON object of `prefect_tune.core.messages.process_messages`. The length has four
+bytes; if their value is -1, eight bytes with the length follow, as in `multiprocessing.connection`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect_tune.core.errors import InvalidInput
 from prefect_tune.core.messages.process_messages import FromTrial, StartReceived, ToTrial, to_trial_adapter
 
 MAX_TRIAL_MESSAGE_BYTES = 64 * 1024**2
-"""The size limit of a trial's message: the metrics of a step, or an error with its traceback."""
+"""The size limit of a message from a trial, such as the metrics of a step, or an error with its traceback."""
 _SHORT_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 _CHUNK_BYTES = 1024**2
 _MAX_SHOWN_BYTES = 60
@@ -36,7 +36,7 @@ class MessageReader(Generic[_Message]):
     """The reading half of a connection; not thread-safe.
 
     It never reads beyond the end of a message, so another reader can take over between two messages. If only a part of
-    a message has arrived after `timeout`, `read` returns, and the next call continues with the rest.
+    a message has arrived after `timeout`, `read` returns None, and the next `read` continues with the rest.
     """
 
     def __init__(self, connection: Connection, adapter: TypeAdapter[_Message], *, limit_bytes: int) -> None:
@@ -74,7 +74,7 @@ class MessageReader(Generic[_Message]):
         return message
 
     def _count_missing_bytes(self) -> int:
-        """Return how many bytes of the header are missing; if the header is complete, how many bytes of the message."""
+        """Return the number of bytes that the header lacks, or that the message lacks if the header is complete."""
         start = _SHORT_LENGTH.size
         if (missing := start - len(self._received)) > 0:
             return missing
@@ -95,13 +95,13 @@ class MessageReader(Generic[_Message]):
         return MalformedMessage(f"{expected}; found {len(self._received)} bytes that begin with {shown!r}")
 
 
-# The trial's end of the connection to the supervisor. Processes that the trial forks or executes cannot use it.
+# The trial's end of the connection to the supervisor.
 
-_MAX_SUPERVISOR_MESSAGE_BYTES: Final = 8 * 1024**3  # the start message contains the pickled trainable
+_MAX_SUPERVISOR_MESSAGE_BYTES: Final = 8 * 1024**3  # large, because the start message contains the pickled trainable
 
 
 class SupervisorConnection:
-    """Sends and receives complete messages.
+    """The trial's connection to its supervisor; sends and receives complete messages.
 
     Processes that the trainable starts cannot use the connection: a forked child closes its copy, and an executed
     program does not inherit the descriptor.
@@ -114,7 +114,7 @@ class SupervisorConnection:
         _open_connections.add(connection)
 
     def is_readable(self) -> bool:
-        """Return whether bytes of the next message, or the end of file, have arrived."""
+        """Return whether bytes of the next message have arrived, or the supervisor has closed the connection."""
         return self._connection.poll()
 
     def receive(self) -> ToTrial:

@@ -24,10 +24,10 @@ _LAUNCHERS: Final = (
 )
 """The variables with which a launcher tells a process its rank, the number of ranks, and its rank on this machine."""
 RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
-"""The environment variable by which rank 0, as the trial's own process, tells its children that they are not rank 0."""
+"""The environment variable by which the trial's own process, if it is rank 0, tells its children that they are not."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
-"""The environment variable with `sys.argv[0]` of the user's script, for copies of a trial's program."""
-# MPI's local rank stays set, since a worker that mpirun has started may choose its GPU by this number.
+"""The environment variable from which a copy of a trial's program restores `sys.argv[0]` of the user's script."""
+# Removed in a trial. MPI's local rank stays set: a worker that mpirun has started may choose its GPU by this number.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -53,7 +53,7 @@ def is_trial_program() -> bool:
 
 
 def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
-    """In its environment, mark this process as the trial's own. Let it start copies of itself only as ranks.
+    """Mark this process in its environment as the trial's own; from now on, it starts copies of itself only as ranks.
 
     Inherited rank variables are removed, since they belong to another training. Before this process starts a copy,
     `become_rank_0` is called with the number of ranks; from then on, this process is rank 0.
@@ -64,7 +64,7 @@ def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) ->
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.rank_socket, SCRIPT_ENV: "".join(sys.argv[:1])}
-    if not _has_audit_hook:  # only an audit hook sees all ways of starting a process; a hook cannot be removed
+    if not _has_audit_hook:  # only an audit hook sees all ways to start a process; added once: it cannot be removed
         _has_audit_hook = True
         sys.addaudithook(_on_audit_event)
 
@@ -77,7 +77,7 @@ def find_ancestor_trial() -> TrialProcess | None:
 
 def detect_rank() -> RankInfo:
     """Return the rank of this process, from `torch.distributed` or from a launcher's variables."""
-    from prefect_tune.core.messages.process_messages import RankInfo  # flows import this module, but need no messages
+    from prefect_tune.core.messages.process_messages import RankInfo  # late, so that flows import no messages
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
     rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
@@ -111,8 +111,8 @@ def _read_env_number(variable: str) -> int:
 
 
 # Copies of a trial's program.
-# Launchers of ranks (Lightning's, Fabric's) execute `sys.argv` again to start the user's script. In a trial, they
-# start a copy of the trial's program. A copy with a rank's variables trains as that rank; any other copy is refused.
+# To start the user's script as ranks, launchers (of Lightning, Fabric) execute `sys.argv` again. In a trial, this
+# starts a copy of the trial's program. A copy with a rank's variables trains as that rank; any other copy is refused.
 
 _become_rank_0: Callable[[int], None] | None = None
 _has_audit_hook = False
@@ -132,12 +132,12 @@ def _read_rank_count(environment: Mapping[Any, Any]) -> int:
 
 def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        command, environment = arguments[1], arguments[-1]  # executable, arguments, ..., environment
+        command, environment = arguments[1], arguments[-1]  # of executable, command, ..., environment
         if not isinstance(command, list | tuple) or not is_trial_program():
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search runs this module with other arguments
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search passes other arguments, so compare them
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:

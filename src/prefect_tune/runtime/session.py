@@ -7,7 +7,7 @@ If several processes train a trial together, rank 0 decides, and the other ranks
     rank 1, 2, ...   report of step s ──► its CheckpointPart ──► waits for ◄────┘
 
 So all ranks save, continue and end at the same step, independently of their clocks. Rank 0 waits for the other ranks
-only for mean metrics and for the commit of a checkpoint, to which each rank must add its part before a deadline
+only to compute mean metrics and to commit a checkpoint. Each rank must add its part to the checkpoint before a deadline
 (`attempt/supervisor.py`). No other rank decides whether to save or end, and no checkpoint lacks a rank's part.
 """
 
@@ -72,7 +72,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
         InvalidInput: `checkpoint` is not a directory on this machine.
     """
     path = getattr(checkpoint, "path", None)  # None if the caller passed a path instead of a checkpoint
-    location = getattr(checkpoint, "_location", None)  # of `pt.Checkpoint`, without importing pyarrow
+    location = getattr(checkpoint, "_location", None)  # `pt.Checkpoint.filesystem` would import pyarrow
     filesystem = getattr(checkpoint, "filesystem", None) if location is None else None
     kind = getattr(filesystem, "type_name", "local") if location is None else location.kind
     if path is None or kind != "local" or not Path(str(path)).is_dir():
@@ -86,7 +86,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
 
 
 def require_files_written(returned: object, directory: Path, step: int) -> None:
-    """Raise if `save_checkpoint` returned the state instead of writing files. The state would be lost, unlike in Ray.
+    """Raise if `save_checkpoint` returned the state instead of writing it, because only written files are saved here.
 
     An empty directory only causes a warning, since the trainable may have no state.
 
@@ -129,7 +129,7 @@ def copy_directory(source: Path, destination: Path) -> Path:
     """
     destination.mkdir(exist_ok=True)
     for path in source.iterdir():
-        if path.is_symlink() and not path.is_file():  # a link to a directory may point to a parent of the link
+        if path.is_symlink() and not path.is_file():  # a link to a parent directory would make the copy endless
             raise InvalidInput(f"{path}: a link to a directory, or to nothing, cannot be saved; copy what it points to")
         try:
             if path.is_dir():
@@ -156,21 +156,21 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""The time in which the trainable must return if `StopTraining` was raised only in another thread of the process."""
+"""The time in which the trainable must return after `StopTraining` was raised in a thread other than its own."""
 
 
 class TrialSession:
     """The state of one attempt in the process of rank 0: its connection to the supervisor, and its reports.
 
     The session decides when to save and end, and sends commands to the other ranks, if there are any.
-    It belongs to the process and the thread that create it. Other threads of the process may report too, but each call
+    It belongs to the process and the thread that created it. Other threads of the process may report too, but each call
     completes before the next call begins. A forked child may only read from the session.
     """
 
     def __init__(self, connection: SupervisorConnection, start: Start, stopper: Stopper) -> None:
         self.connection = connection
         self._pid, self._thread_id = os.getpid(), threading.get_ident()
-        self._report_lock = threading.RLock()  # held during a call; reentrant for a `save` that calls back
+        self._report_lock = threading.RLock()  # reentrant, because a `save` can call the session again
         self._send_lock = threading.Lock()
         self._is_end_sent = False
         self._return_timer: threading.Timer | None = None
@@ -242,7 +242,7 @@ class TrialSession:
         self._require_own_process("pt.get_trial().should_checkpoint")
         if self._leads_other_ranks:  # return the value that all ranks received last, so that they save at the same step
             return self._is_stop_sent_to_ranks
-        if self._report_lock.acquire(blocking=False):  # else another thread is reporting and reads the messages
+        if self._report_lock.acquire(blocking=False):  # otherwise another thread is reporting, and reads the messages
             try:
                 self.handle_pending_messages()
             finally:
@@ -282,7 +282,7 @@ class TrialSession:
                 self._saved_step, self._saved_at = self.step, time.monotonic()
                 try:
                     directory = self._write_checkpoint(save)
-                except BaseException:  # report the step: else the loaded checkpoint would be blamed for the failure
+                except BaseException:  # report the step, so that the loaded checkpoint is not blamed for the failure
                     self._awaits_decision = False
                     self.send_step(report)
                     raise
@@ -291,7 +291,7 @@ class TrialSession:
             else:
                 self.send_step(report)
             self.wait_for_decision()
-            self.handle_pending_messages()  # a later request to save and end waits for the next step
+            self.handle_pending_messages()  # a request to save and end that comes later is handled at the next step
             must_save = self.is_stop_requested or (self._stop_decision is not None and self._stop_decision.save)
             if must_save and not saves:
                 self.send_late_checkpoint(report, self._write_checkpoint(save))
@@ -308,7 +308,7 @@ class TrialSession:
                 self._send_rank_command()
 
     def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
-        """Report the metrics that the function returned, if any, as the last step; return the message of the end."""
+        """Report the metrics that the function returned, if any, as the last step; return the last message."""
         self._require_own_process("the end of the trainable")
         with self._report_lock:
             if self._stop_error is None:
@@ -317,7 +317,7 @@ class TrialSession:
                 self._wait_for_upload()
                 reason, kind = make_reason("returned"), FinishKind.RETURNED
                 self._stop_error = StopTraining(TrialFinished(trial=self.start.trial, reason=reason, kind=kind))
-            # Else `StopTraining` was raised in another thread, or a broad `except` has caught it.
+            # If `_stop_error` was set before, another thread has raised it, or a broad `except` has caught it.
             return TrainingEnded(outcome=self._stop_error.outcome)
 
     @contextmanager
@@ -373,7 +373,7 @@ class TrialSession:
         self._send_rank_command(saves=True)
         with self._timing_save():
             directory = self.make_checkpoint_directory()
-            returned = cast("Callable[[str], object]", save)(str(directory))  # users return undeclared types
+            returned = cast("Callable[[str], object]", save)(str(directory))  # a user's method may return anything
         require_files_written(returned, directory, self.step)
         if isinstance(getattr(save, "__self__", None), Trainable):
             require_no_returned_path(returned, directory, self.step)
@@ -402,7 +402,7 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step, perhaps a step of an earlier attempt; else None.
+        """Return why the trial ends after its last step, which an earlier attempt may have trained; None to continue.
 
         The stopper is called only once for each step, because its first result may already be in the journal.
         """
@@ -412,7 +412,7 @@ class TrialSession:
         return self._stop_reason
 
     def _find_finish_reason(self) -> AnyReason | None:
-        """Return why this step finishes the trial, or None. An error of the stopper is raised only after the report."""
+        """Return why this step finishes the trial, or None. A stopper's error is ignored until the step is sent."""
         with suppress(Exception):
             return self.find_stop_reason()
         return None
@@ -558,7 +558,7 @@ class TrialSession:
                 self._uploading_step = None
             case SaveFailed(step=step):
                 self._uploading_step = None if step == self._uploading_step else self._uploading_step
-                self._saved_step = min(self._saved_step, step - 1)  # so the next step, or the end, is saved
+                self._saved_step = min(self._saved_step, step - 1)  # so that the next step, or the end, saves again
             case CheckpointAndStop():
                 self.is_stop_requested = True
             case ContinueTraining(milestone=milestone):
@@ -615,14 +615,14 @@ class WorkerRankSession(TrialSession):
                 self._execute_rank_0_commands(save)
 
     def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
-        """Return the message of the end. Metrics that the function returned are not reported, but count in the mean."""
+        """Return the last message. The metrics that the function returned count only in the mean of all ranks."""
         with self._report_lock:
             if self.start.metrics_from == "mean" and self._stop_error is None and returned is not None:
                 self._send_metrics(super().record_report(returned), returned=True)
         return super().finish(None)
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return None, since rank 0 decides."""
+        """Return None, because only rank 0 decides whether the trial ends."""
         return None
 
     def wait_for_pending_decision(self) -> None:

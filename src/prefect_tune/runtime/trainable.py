@@ -36,7 +36,7 @@ On systems other than Linux, each trial's process imports the module.
 class Trainable:
     """A model that trains step by step. Override `setup`, `step`, `save_checkpoint` and `load_checkpoint`.
 
-    In its process, an attempt calls `setup` (or `reset_config` of an object that served another trial), then
+    The trial's process calls `setup` (or `reset_config` of an object that served another trial), then
     `load_checkpoint` if there is a checkpoint, then `step` until a stop criterion is met.
     Save all state that the next step depends on (weights, optimizer, random state, position in the data), so that a
     resumed run ends with exactly the weights of an uninterrupted run.
@@ -55,7 +55,7 @@ class Trainable:
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the whole state into the empty directory `checkpoint_dir`. All writes must be complete on return.
 
-        Return nothing: a returned state or path is refused. `load_checkpoint` receives the directory.
+        Return nothing: a returned state or path is refused. `load_checkpoint` receives a directory with the same files.
         """
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
@@ -190,7 +190,7 @@ class TrialInfo:
     world_size: int
     """The number of processes that train the trial together."""
     local_rank: int
-    """The rank of this process among those on this machine."""
+    """The rank of this process among the trial's processes on this machine."""
     _session: TrialSession = field(repr=False)
 
     @property
@@ -223,14 +223,14 @@ class StopTraining(BaseException):
 # A thread that the trainable starts does not inherit context variables, so it uses `_process_sessions`.
 _context_session: ContextVar[TrialSession] = ContextVar("prefect_tune_session")
 _process_sessions: list[TrialSession] = []
-# In a process that serves several trials: threads that earlier trials left running, and threads that ran before the
-# first trial, such as a pool of the trainable's module, which serves all trials.
+# If a process serves several trials, the threads that an earlier trial left running must not report to a later trial.
+# Threads that ran before the first trial, such as a pool of the trainable's module, serve all trials.
 _earlier_trial_threads: WeakSet[threading.Thread] = WeakSet()
 _import_threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
-    """Report the metrics of one step, and optionally a checkpoint of the state after it.
+    """Report the metrics of one step, and optionally a checkpoint of the state after this step.
 
     Without a checkpoint, the call returns at once. With a checkpoint, it returns when the checkpoint is committed
     on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time).
@@ -247,8 +247,8 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
         checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
 
     Threads of the trainable may report too: each report is one step, and the reports are handled one after another.
-    When the trial ends, each thread receives `StopTraining` at its next report. If only such a thread receives it, the
-    trainable must return within 20 seconds. A thread that keeps running cannot report to the next trial of its process.
+    When the trial ends, each thread receives `StopTraining` at its next report. The trainable must return within 20
+    seconds after one of its threads has received `StopTraining`. A thread that runs on cannot report to a later trial.
     Other processes must return their results to the trial's own process, since only that process can report.
 
     Raises:
@@ -260,7 +260,7 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 
 
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> None:
-    """Report the metrics of one step, and call `save` to write the state after it if a checkpoint is due.
+    """Report the metrics of one step; if a checkpoint is due, call `save` to write the state after this step.
 
     A checkpoint is due at the same times as for a class trainable: by the flow's `Cadence`, at the last step, when a
     stop is requested, and when a scheduler needs the state. `save` is called with an empty directory, before this

@@ -40,10 +40,10 @@ _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError
 def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
     """Return the store error for `error` of a file system's client; `operation` names the operation and its path.
 
-    An unknown error counts as transient, because retries are bounded, but an error that wrongly counts as permanent
-    would end the work.
+    An unknown error counts as transient. If that is wrong, only a bounded number of retries is wasted; a transient
+    error that counted as permanent would end the work.
     """
-    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # s3fs: EINVAL for a truncated body
+    if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:  # EINVAL: s3fs received a truncated body
         return posix_store_error(error, operation)
     message = str(error).partition("\n")[0] or type(error).__name__
     return (StoreRefused if isinstance(error, _PERMANENT_ERRORS) else StoreUnavailable)(f"{operation}: {message}")
@@ -60,11 +60,11 @@ _BUCKET_TYPES = _OBJECT_STORAGE_TYPES | {
 class ArrowStore(ParallelStore):
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
-    `create` checks, writes and reads back. This is not atomic between processes, so only one process may write.
-    On a file system that is not an object storage, an object is first written to a hidden name and then moved, so that
-    a failed write leaves no partial object. Every write checks the size on the target afterwards.
+    `create` checks that no object exists, writes the object, and reads it back. Another process could write in between,
+    so only one process may write. On a file system that is not an object storage, an object is first written to a
+    hidden name and then moved, so that a failed write leaves no partial object. A check of the size ends each write.
 
-    A missing root is an error. With `create_root`, this applies only to a missing bucket; a missing folder is empty,
+    A missing root is an error. With `create_root`, only a missing bucket is an error; a missing folder counts as empty,
     and the first write creates it. The deadline is checked between calls; only a `SubprocessStore` ends a hung call.
     """
 
@@ -77,7 +77,7 @@ class ArrowStore(ParallelStore):
         self._is_object_storage = filesystem.type_name in _OBJECT_STORAGE_TYPES
         self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_removed_stale_files = False
-        # For `rm_file`. Pyarrow would call `rm`, which takes "?" and "*" for patterns, and trusts old listings.
+        # Needed for `rm_file`: pyarrow would call `rm`, which reads "?" and "*" as patterns, and trusts old listings.
         self._fsspec = getattr(getattr(filesystem, "handler", None), "fs", None)
 
     @property
@@ -250,7 +250,7 @@ class ArrowStore(ParallelStore):
                     size_bytes += memoryview(piece).nbytes
                     stream.write(memoryview(piece).cast("B") if len(piece) else b"")
             finally:
-                stream.close()  # also after an error: pyarrow would close it later, and store a partial object
+                stream.close()  # also after an error, so that pyarrow does not store a partial object later
             self._check_size(full_path, size_bytes)
         except Exception:
             self._remove_partial_object(full_path, size_bytes)
@@ -277,9 +277,9 @@ class ArrowStore(ParallelStore):
         with self._converting_errors(operation):
             hidden_path = self._make_temporary_path()
             size_bytes = self._write_object(hidden_path, pieces)
-            if not self._has_removed_stale_files:  # once, remove files of killed writers that are a day old
+            if not self._has_removed_stale_files:  # once, remove what killed writers left a day ago or earlier
                 self._has_removed_stale_files = True
-                now = self._filesystem.get_file_info(hidden_path).mtime  # by the target's own clock
+                now = self._filesystem.get_file_info(hidden_path).mtime  # the time by the target's own clock
                 for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):
                     if now and info.mtime and now - info.mtime > _MAX_TEMPFILE_AGE:
                         self._remove_file(info.path)
@@ -294,9 +294,9 @@ class ArrowStore(ParallelStore):
             hidden_path, size_bytes = staged
             self._filesystem.create_dir(full_path.rpartition("/")[0], recursive=True)
             if self._object_size(full_path) is not None:
-                self._remove_file(full_path)  # on some file systems, a move cannot replace it
+                self._remove_file(full_path)  # because on some file systems a move cannot replace an object
             if self._fsspec is not None:
-                self._fsspec.mv(hidden_path, full_path)  # pyarrow's adapter adds an option that sftp does not know
+                self._fsspec.mv(hidden_path, full_path)  # pyarrow's `move` would add an option that sftp rejects
             else:
                 self._filesystem.move(hidden_path, full_path)
             self._check_size(full_path, size_bytes)
@@ -313,7 +313,7 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
     """Open the folder `root` with fsspec's file system for `scheme`; the first write creates a missing root.
 
     Raises:
-        StoreRefused: the scheme is unknown, its package is missing, or it does not accept these options.
+        StoreRefused: the scheme is unknown, its package is missing, or its file system rejects `options`.
         StoreUnavailable: the server cannot be reached.
     """
     import fsspec
@@ -327,7 +327,7 @@ def open_fsspec(scheme: str, root: str, options: Mapping[str, Any] | None = None
 
 
 class _MemoryHandler(arrow.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Opens a new file for each reader; in fsspec's memory file system, all threads share one file position."""
+    """Opens a new file for each reader, because readers of one file in fsspec's memory share its position."""
 
     def open_input_file(self, path: str) -> PythonFile:
         if not self.fs.isfile(path):

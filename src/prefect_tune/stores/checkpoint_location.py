@@ -43,7 +43,7 @@ class StoreOpener(Protocol):
 
 
 def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> CheckpointLocation:
-    """Return the location of `path` on `filesystem`; without `filesystem`, it is local or a URI. Makes no request.
+    """Return the location of `path`: a path on `filesystem`, or else a local path or a URI. Makes no request.
 
     Raises:
         InvalidInput: `path` is not valid, or has a scheme although `filesystem` is given.
@@ -86,9 +86,9 @@ def _locate_on_target(location: Location) -> TargetFolder:
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder. The folder starts at a checkpoint's experiment or the last name.
+    """Split `path` into a target's root and a folder. In a checkpoint's path, the folder starts at the experiment.
 
-    With this split, a missing directory and a missing target raise different errors.
+    In another path, it is the last name, so that a missing directory and a missing root raise different errors.
     """
     if match := _CHECKPOINT_PATH.fullmatch(path):
         return match["root"] or "", match["folder"]
@@ -216,7 +216,7 @@ class TargetFolder:
                     fetch_plain_directory(store, self.folder, destination, excluded_folder=versions, metadata=metadata)
 
             yield DirectoryContent(
-                # A plain directory may change, so only calls with the same `token` share its copy.
+                # A plain directory may change, so only calls with the same `token` share a copy of it.
                 hashlib.blake2b(seal(manifest), digest_size=16).hexdigest() if manifest else token,
                 self.name,
                 fetch,

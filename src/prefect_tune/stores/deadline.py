@@ -1,4 +1,4 @@
-"""The deadline of all operations of an open store, and a lock with a deadline."""
+"""The deadline that all operations of an open store share, and locks that are acquired before a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prefect_tune.core.errors import DeadlineExceeded
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point in time on this process's monotonic clock, `timeout` after its creation."""
+    """A point in time on this process's monotonic clock: `timeout` after the deadline's creation."""
 
     timeout: timedelta
     at_seconds: float
@@ -33,7 +33,7 @@ class Deadline:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds left: 0.0 after the deadline, infinity for `never`."""
+        """The seconds left: 0.0 after the deadline, infinity if the deadline never passes."""
         return max(0.0, self.at_seconds - time.monotonic())
 
     def check(self, operation: str) -> None:
@@ -46,8 +46,8 @@ class Deadline:
         return DeadlineExceeded(f"{operation}: not done within {self.timeout.total_seconds():g} s; the work was ended")
 
 
-# A named lock that the threads of this process share; used for creates on a target without conditional create.
-# It need not lock out other processes, because such a target supports only one writer process.
+# Named locks, one for each object: on a target without conditional create, a thread holds the lock while it creates the
+# object. The locks need not keep other processes out, because such a target supports only one writer process.
 
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _locks_guard = threading.Lock()
@@ -58,7 +58,7 @@ def named_lock(name: str, operation: str, deadline: Deadline) -> Iterator[None]:
     """Hold the lock `name`, which only one thread of this process can hold at a time.
 
     Raises:
-        DeadlineExceeded: another thread still held the lock at the deadline; `operation` did not begin.
+        DeadlineExceeded: another thread still held the lock at the deadline, so `operation` did not begin.
     """
     with _locks_guard:
         lock = _locks.setdefault(name, threading.Lock())

@@ -1,9 +1,9 @@
 """An object store on S3, Google Cloud Storage and Azure through obstore, a client written in Rust.
 
 The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
-the same CPU time, and a read needs a quarter less, because the thread that collects a reply also frees the reply, so
-that its memory is reused. A blocking call cannot be interrupted; only the client's timeout ends the call and its
-connection. So the store has several clients, and a request uses the longest timeout that ends before the deadline.
+the same CPU time, and a read needs a quarter less, because the thread that receives a reply also frees the reply's
+memory, which is then reused. A blocking call cannot be interrupted; only the client's timeout ends the call. So the
+store has clients with different timeouts; a request uses the one with the longest timeout that the deadline allows.
 
 Large ranges are read with the same clients. In a measurement with obstore 0.12.1, a separate reader (signed URLs,
 reused buffers) took twice the time. Of 2.0 CPU seconds per GiB, that reader saved 0.25 without TLS, and none with TLS.
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 # Error codes of object storages that say more than the HTTP status. For any other code, only the status counts.
 #
 # There are three groups: temporary errors with the status of a permanent error, permanent errors with status 409 or
-# 412 (which usually mean a conflict), and common refusals with their next steps. An error is temporary if the vendor
+# 412 (which usually mean a conflict), and common refusals with advice. An error is temporary if the vendor
 # says that the request may be repeated, if the request was cut, altered or stalled on the way, or if the server is
 # full, since space can become free, for example by retention. Sources: the lists of error codes of S3, Azure, Google
 # Cloud Storage, R2 and MinIO, and botocore's list of retried errors, as of 2026.
@@ -163,11 +163,11 @@ ERROR_CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row i
 # The client's exceptions have no fields for status and kind, so both are parsed from the text of an exception.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-# The formats in this order: XML of S3, Google and Azure; one entry of a batch delete; JSON of Google; JSON of OAuth.
+# The alternatives, in order: XML of S3, Google and Azure; an entry of a batch delete; JSON of Google; JSON of OAuth.
 _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
-_CLIENT_REJECTION = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # the client sent no request
+_CLIENT_REJECTION = re.compile(r"\b(InvalidCertificate|BadScheme)\b")  # with these errors, the client sent no request
 _INSTANCE_METADATA = re.compile(
     r"https?://(169\.254\.\d+\.\d+|\[fd00:ec2::254\]|metadata\.google)|/latest/api/token|/computeMetadata/"
 )
@@ -236,7 +236,7 @@ class RequestFailure:
 
     @property
     def reports_existing_object(self) -> bool:
-        """Whether a create failed because the object exists. A 409 without a documented code counts too."""
+        """Whether a create failed because the object exists, which a 409 without a documented code also means."""
         return self.meaning is ErrorMeaning.EXISTS or (self.status == 409 and self._error_code is None)
 
     @property
@@ -288,8 +288,8 @@ class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
     `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. The
-    time limit of a request is `request_timeout`, and a quarter of that if it transfers at most 1 MiB. So a lost request
-    is retried before the deadline, up to seven times, with growing pauses. Each method has ended by the deadline.
+    time limit of a request is `request_timeout`, or a quarter of this if it transfers at most 1 MiB. So a lost request
+    is retried before the deadline, up to seven times, with growing pauses. Each method ends by the deadline.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class ObstoreStore(ParallelStore):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Upload several pieces in parts, which appear as one object at the end; a retry sends all parts again.
 
-        If the upload fails, the client removes the parts that were sent, unless this process is killed before.
+        If the upload fails, the client removes the parts that were sent, unless this process is killed before that.
         """
         if len(list(islice(pieces, 2))) < 2:
             self.put(path, b"".join(pieces))
@@ -347,7 +347,7 @@ class ObstoreStore(ParallelStore):
         checked = validate_path(path)
         limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
-        def check_remaining_time() -> None:  # enough for three requests: send a part, join the parts, remove them
+        def check_remaining_time() -> None:  # require time for three requests: send a part, join the parts, remove them
             if self._deadline.remaining_seconds < 3 * limit_seconds:
                 raise self._deadline.exceeded_error(f"write {path}")
 
@@ -391,7 +391,7 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # fails with an error code, which a reply to HEAD does not have
+                    _list_page(client, count=1)  # raises an error with a code, which the reply to HEAD lacks
                 raise
 
         try:
@@ -415,7 +415,7 @@ class ObstoreStore(ParallelStore):
             batch = checked[start : start + _PAGE_SIZE]
             try:
                 self._delete_batch(batch)
-            except ObjectNotFound:  # a cloud without batch requests stopped at the first missing object
+            except ObjectNotFound:  # without batch requests, obstore stops at the first missing object
                 for path in batch:
                     with suppress(ObjectNotFound):  # deleted already
                         self._delete_batch([path])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 
-# A local folder as a target that is only read. It is opened without a block, so Prefect's import (a second) is saved.
+# A local folder as a target for reading only. It is opened without a block, which saves importing Prefect (1 s).
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 """A reference to a saved block: 'block-type/name'."""
@@ -55,7 +55,7 @@ def find_local_folder(target: str) -> LocalFolder | None:
     try:
         path = Path(os.path.normpath(Path.cwd() / Path(target).expanduser()))
         return LocalFolder(path) if path.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # reported when `target` is resolved to a block
+    except (OSError, RuntimeError, ValueError):  # the caller gets the error when it resolves `target` to a block
         return None
 
 
@@ -123,7 +123,7 @@ class Location:
                 try:
                     kind = fsspec.get_filesystem_class(self.scheme)
                 except (ImportError, ValueError):
-                    return f"{self.container}/{self.path}"  # opening the location raises the error
+                    return f"{self.container}/{self.path}"  # the error is raised when the location is opened
                 return str(kind._strip_protocol(self.uri))  # noqa: SLF001  how fsspec turns a URI into a path
             case _:
                 return f"{self.container}/{self.path}".rstrip("/")
@@ -154,7 +154,7 @@ def parse_uri(uri: str | os.PathLike[str]) -> Location:
         return Location(Client.FILES, "file", "", os.path.abspath(Path(text).expanduser()))  # noqa: PTH100  links are kept
     name = scheme[1].lower()
     client = _CLIENTS.get(name, Client.OTHER)
-    if _CONTROL_CHARACTER.search(text):  # messages do not repeat the URI, since it may hold a password
+    if _CONTROL_CHARACTER.search(text):  # the message omits the URI, which may contain a password
         raise InvalidInput(f"{name}://…: expected no control characters, such as a line break, in a URI")
     try:
         parts = urlsplit(text)
@@ -194,7 +194,7 @@ def _parse_other_uri(uri: str, scheme: str) -> Location:
 
     if scheme not in _ARROW_SCHEMES and scheme not in fsspec.available_protocols():
         schemes = ", ".join(sorted(_CLIENTS))
-        bare_uri = uri.partition("?")[0]  # the query may have a token
+        bare_uri = uri.partition("?")[0]  # omit the query, which may contain a token
         raise InvalidInput(f"{bare_uri!r}: unknown scheme {scheme!r}; known: {schemes}, those of fsspec and pyarrow")
     host, _, path = uri.partition("://")[2].partition("/")
     return Location(Client.OTHER, scheme, host, path.rstrip("/"))
@@ -252,7 +252,7 @@ def _make_arrow_store(factory: Callable[[], FileSystem], root: str, deadline: De
 
 
 def open_fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
-    """Return `open_fsspec(…)`. Its import is here, so that only the child process that calls this loads the client."""
+    """Return `open_fsspec(…)`, imported here, so that only the child process that calls this loads the client."""
     from prefect_tune.stores.arrow_store import open_fsspec
 
     return open_fsspec(scheme, root, options)
@@ -369,7 +369,7 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
 def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
     """Return the region, and the credentials of an AWS profile unless the environment names other credentials.
 
-    The region is the environment's, else the profile's. The client itself finds all credentials except a profile's.
+    The region is the environment's, else the profile's. The client itself finds credentials that are not in a profile.
 
     Args:
         environment: must be `os.environ` or equal to it, since boto3 itself reads `os.environ` to find the profile.

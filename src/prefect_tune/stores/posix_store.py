@@ -2,7 +2,7 @@
 
 A writer writes and syncs a hidden file, and then hard-links the file to the object's name. So a write is atomic among
 the writers on all machines that mount the directory, and after a power cut an object is complete or absent. The hidden
-name is removed once the object's name is synced. A reader that still finds two links syncs the folder itself.
+name is removed once the object's name is synced. A reader that finds both names of a file syncs the folder itself.
 
 A store never follows a symbolic link below the root, never puts a name into a folder before the folder's own name is
 synced, and never replaces a file by a create.
@@ -162,7 +162,7 @@ class FileSystemCalls:
         try:
             os.fsync(folder)
         except OSError as error:
-            # These errors are ignored, since some network and FUSE file systems cannot sync a folder and return them.
+            # Ignore these errors, which some network and FUSE file systems return because they cannot sync a folder.
             if error.errno not in _NO_FOLDER_SYNC_ERRNOS:
                 raise
 
@@ -205,9 +205,9 @@ def _to_file_status(status: os.stat_result) -> FileStatus:
 # The store.
 
 _MAX_TEMPFILE_AGE = timedelta(days=1)
-_MAX_WRITE_BYTES = 16 << 20  # of one system call, since the deadline is checked between calls
+_MAX_WRITE_BYTES = 16 << 20  # the limit for one system call, since the deadline is checked between calls
 _MAX_READ_BYTES = 64 << 20
-_MAX_PUBLISHES = 100  # tries to publish one file while deletes prune its folder
+_MAX_PUBLISHES = 100  # how often to try to publish a file while deletes prune the file's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class _TempFile:
 
 
 class PosixStore(ParallelStore):
-    """Objects as files below `root`, which must exist; `make_root` creates it.
+    """Objects as files below the directory `root`, which must exist; `make_root` creates such a directory.
 
     The hidden files of a killed writer are removed by a later writer, after a day. The deadline is checked between
     system calls. Only a `SubprocessStore` around this store can end a system call that hangs (a dead NFS server).
@@ -301,7 +301,7 @@ class PosixStore(ParallelStore):
                             self._deadline.check(f"delete of {name!r}")
                             with suppress(FileNotFoundError, IsADirectoryError):
                                 self._calls.unlink(name, fd)
-                        self._calls.fsync_folder(fd)  # after a power cut, no manifest may reappear without its blobs
+                        self._calls.fsync_folder(fd)  # else a manifest could reappear without blobs after a power cut
                 self._prune_empty_folders(root, folder)
 
     # Names and folders.
@@ -516,7 +516,7 @@ class PosixStore(ParallelStore):
             raise CommitUnknown(f"{path} in {self.root}: written, but its folder cannot be synced: {error}") from error
 
     def _link_or_replace(self, temp: _TempFile, folder: int, name: str) -> None:
-        """Publish `temp` as `name`; replace an existing file only if another size shows that the file is damaged."""
+        """Publish `temp` as `name`; replace an existing file only if it has another size, and so must be damaged."""
         try:
             self._link_file(temp, name, folder)
         except FileExistsError:
@@ -545,7 +545,7 @@ class PosixStore(ParallelStore):
 
     def _replace_by_rename(self, temp: _TempFile, folder: int, name: str) -> None:
         second_name = f"{temp.name}-again"
-        self._link_file(temp, second_name, temp.folder)  # for two links until the folder is synced
+        self._link_file(temp, second_name, temp.folder)  # so that the file has two links until the folder is synced
         try:
             self._calls.rename(second_name, temp.folder, name, folder)
         except BaseException:
@@ -567,14 +567,14 @@ class PosixStore(ParallelStore):
                 try:
                     if fd is not None:
                         self._calls.rmdir(name, fd)
-                except OSError:  # not empty, in use, or not permitted: an empty folder does no harm
+                except OSError:  # the folder is not empty or cannot be removed; an empty one does no harm
                     return
             folder = parent
 
     def _remove_stale_files(self, folder: int, now_ns: int) -> None:
         """Remove hidden files older than a day, once per store; `now_ns` is the time of the file system's clock.
 
-        If the writer of such a file is still alive, its link then fails, so that nothing is published.
+        If the writer of such a file is still alive, it can no longer link the file, so it publishes nothing.
         """
         if self._has_removed_stale_files:
             return
@@ -583,7 +583,7 @@ class PosixStore(ParallelStore):
             with suppress(OSError):  # another writer removed the file first, or another user owns it
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.link_count > 1:  # published, perhaps unsynced; after the unlink, no reader would sync it
+                    if status.link_count > 1:  # published, perhaps not synced; no reader would sync a single link
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 
@@ -616,7 +616,7 @@ def make_root(root: Path) -> None:
 
 
 def open_posix_store(root: Path, *, must_exist: bool, deadline: Deadline | None = None) -> PosixStore:
-    """Open the folder `root`; create it first unless `must_exist`. Raises like `make_root`."""
+    """Open the folder `root`; if `must_exist` is False, create it first. Raises like `make_root`."""
     if not must_exist:
         make_root(root)
     return PosixStore(root, deadline=deadline)

@@ -1,6 +1,6 @@
 """A store in child processes that are killed at the deadline, because nothing else ends a blocking C call.
 
-At the deadline, a timer kills the child that serves a call. The child's exit also ends a blocked send or receive.
+At the deadline, a timer kills the child that serves a call, which also ends the caller's blocked send or receive.
 The child is `python -m prefect_tune.stores.subprocess_store`. It opens one store and serves one operation at a time.
 """
 
@@ -37,8 +37,8 @@ class SubprocessStore(ParallelStore):
     """Passes every operation to a store in a child process, which is killed at the deadline.
 
     `factory` is pickled; the child calls it to make the store. Children start on demand, at most `max_children`, each
-    in its own session and without Prefect. If no child is free, a caller waits until the deadline. A child also exits
-    when this process exits, even by SIGKILL. Do not use this class for a store that keeps its objects in memory
+    in its own session and without Prefect. If no child is free, a caller waits, at most until the deadline. A child
+    also exits when this process exits, even by SIGKILL. This class is not for a store that keeps objects in memory
     (`memory://`), because a child's exit would lose the objects. Call `close`, or use `with`; both kill all children.
     """
 
@@ -114,7 +114,7 @@ class SubprocessStore(ParallelStore):
 
     @contextmanager
     def _lease_child(self, operation: str) -> Iterator[_ChildProcess]:
-        """Yield a child for one operation; a child that is alive afterwards is idle again."""
+        """Yield a child for one operation; if the child survives the operation, another operation can use it."""
         if not self._child_slots.acquire(timeout=min(self._deadline.remaining_seconds, threading.TIMEOUT_MAX)):
             raise self._deadline.exceeded_error(operation)
         try:
@@ -206,7 +206,7 @@ class _ChildProcess:
             self._deadline.check(operation)
             message = f"{operation}: its child process died ({exit_text}); the operation may have been done"
             raise StoreUnavailable(message) from error
-        except BaseException:  # e.g. by a signal: the next caller must not get this call's reply
+        except BaseException:  # e.g. from a signal: end the child, so that the next call does not get this reply
             self.kill()
             raise
         finally:

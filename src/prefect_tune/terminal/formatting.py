@@ -104,23 +104,23 @@ def format_value(value: object) -> str:
 
 
 def format_trial(trial: Trial, metrics: Iterable[str]) -> str:
-    """Return the name of a trial and these metrics: `trial 00003, errored, loss 0.25`."""
+    """Return a trial's name, marked if it errored, and these metrics, like `trial 00003, errored, loss 0.25`."""
     values = ", ".join(f"{name} {format_value(get_metric(trial.metrics, name))}" for name in metrics)
     return f"trial {format_best_trial_name(trial.id, trial.status)}, {values}"
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Return `7 completed, 2 errored`."""
+    """Return counts like `7 completed, 2 errored`; `none` for no counts."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
 
 def format_time(at: str) -> str:
-    """Format a journal time to the second."""
+    """Format a time from the journal, without fractions of a second."""
     return at.replace("T", " ")[:19]
 
 
 def format_steps(steps: Sequence[int]) -> str:
-    """Return steps like `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`; without a count if each step is listed."""
+    """Return steps like `1-40 (40)`, `10, 20 … 60 (6)` or `1, 2, 5-9 (7)`; omit the count if each step is listed."""
     parts: list[str] = []
     begin = 0
     while begin < len(steps):
@@ -138,7 +138,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def append_last_output(reason: object, output: str) -> str:
-    """Return why a process ended, followed by the process's last output; omit the output if the reason ends with it."""
+    """Return why a process ended, followed by its last output; omit this output if the reason already ends with it."""
     text, last_output = make_visible(reason).strip(), make_visible(output.rstrip())
     return text if text.endswith(last_output) else f"{text}\nlast output:\n{last_output}"
 
@@ -224,7 +224,7 @@ class Freshness:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the process of a running experiment has probably ended, since its last two updates are missing."""
+        """Whether the process of a running experiment has probably ended, because its last two updates are missing."""
         if not self.is_running or self.period is None:
             return False
         return self.age > self.period * _MAX_MISSED_UPDATES + _STALE_MARGIN
@@ -237,7 +237,7 @@ class Freshness:
         }
 
     def format_short(self) -> str:
-        """Return time and rough age, like `01:32:20, 9 min ago`; from an age of 12 hours, with the date, no seconds."""
+        """Return time and rough age, like `01:32:20, 9 min ago`; after 12 hours, with the date instead of seconds."""
         if self.as_of is None:
             return ""
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M"
@@ -245,7 +245,7 @@ class Freshness:
         return f"{self.as_of:{pattern}}, {rough_age} ago"
 
     def describe(self, since: str = "ago") -> str:
-        """Return the time and the age, with a warning if the state may be outdated; `since` follows the age."""
+        """Return time and age, with a warning if the state may be outdated. `since` is the word after the age."""
         if self.as_of is None:
             return "an unknown time"
         pattern = "%H:%M:%S" if self.age < _MAX_TIME_ONLY_AGE else "%Y-%m-%d %H:%M:%S"
@@ -311,7 +311,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used; "-" for the processors if fewer than two samples were taken."""
+    """Return the resources that an attempt used, by column; "-" for the processors after fewer than two samples."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None
@@ -341,7 +341,7 @@ def format_rank_ends(ends: Sequence[RankEnd]) -> str:
 
 
 def cost_to_json(cost: ExperimentCost) -> Mapping[str, object]:
-    """Return the cost of an experiment as JSON, without its attempts."""
+    """Return the cost of an experiment as JSON, without the costs of its attempts."""
     return {
         "slot_seconds": round(cost.slot_seconds, 3),
         "run_seconds": round(cost.run_seconds, 3),

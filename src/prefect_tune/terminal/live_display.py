@@ -87,7 +87,7 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see; a live table or a cell hides lines without it."""
+"""The `extra` of a log line below WARNING that users must see. Live tables and notebooks hide lines without it."""
 
 
 class QuietFilter(logging.Filter):
@@ -102,7 +102,7 @@ class QuietFilter(logging.Filter):
 def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
     """Redirect `print` and the logging handlers that write to these streams into `capture`.
 
-    Prefect's handlers, which have their own Rich console, log every task run. So they get a `QuietFilter` meanwhile.
+    Prefect's handlers, which have their own Rich console, get a `QuietFilter` too, because they log every task run.
     """
     with ExitStack() as restores:
         for name in ("stdout", "stderr"):
@@ -190,7 +190,7 @@ def end_display() -> None:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise an `OSError`; Rich would close stdout and end the process."""
+        """Raise an `OSError`, whereas Rich would close stdout and end the process."""
         raise BrokenPipeError(f"{self.file}: the reader has closed it")
 
 
@@ -228,12 +228,12 @@ class LiveDisplay(threading.Thread):
             redirect_stderr=False,
             vertical_overflow="crop",
         ) as live:
-            self.console.show_cursor()  # so it stays visible even if this process is killed
+            self.console.show_cursor()  # so that the cursor stays visible even if this process is killed
             pause = 0.0
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich would use the size of stdin, stdout or stderr. This raises `OSError` if the terminal hung up.
+                # Rich would use the size of stdin, stdout or stderr. Raises `OSError` if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

@@ -114,7 +114,7 @@ class ProgressReader:
     def __init__(
         self, read: Callable[[], SearchSnapshot], extent: SearchExtent, notes: Sequence[Note], now: float
     ) -> None:
-        """Args: notes: the last lines of the log, oldest first. The caller may change the sequence."""
+        """Args: notes: the last lines of the log, oldest first. The caller can change this sequence later."""
         self._read = read
         self._extent = extent
         self._notes = notes
@@ -131,7 +131,7 @@ class ProgressReader:
             apply_report(trial, snapshot.get_newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
-        if objective is None:  # not the best, but those that were proposed last
+        if objective is None:  # no trial is better than another, so take the last proposed
             best_first = [trial for trial in reversed(newest) if trial.phase in ENDED_PHASES]
         else:
             best_first = [trial for trial, _ in rank_trials(newest, objective)]
@@ -182,8 +182,8 @@ class ProgressReader:
 def estimate_remaining_steps(trials: Sequence[Trial], extent: SearchExtent) -> float | None:
     """Estimate how many steps a search has left; return None if the number of trials or of their steps is unknown.
 
-    A running trial trains up to the maximum step. A new trial trains as long as ended trials did on average. A waiting
-    trial continues from its newest checkpoint. The result is also None if a paused trial may never resume.
+    Assumptions: a running trial trains up to the maximum step; a new trial trains as long as ended trials did on
+    average; a waiting trial continues from its newest checkpoint. Also return None if a paused trial may never resume.
     """
     last_steps = [trial.step for trial in trials if trial.status in {Status.COMPLETED, Status.PRUNED}]
     new_trial_steps = fmean(last_steps) if last_steps else extent.max_steps
@@ -233,8 +233,8 @@ def make_trials_table(
 ) -> tuple[Table, str]:
     """Return a table with a row per trial, and a line that names the hidden parameters ("" if none are hidden).
 
-    The columns are the metrics, those of `more`, and the parameters that differ between trials, if they fit into
-    `width` (default: the width of stdout). `styles` are the Rich styles of rows, by status.
+    The columns are the metrics, the columns in `more`, and the parameters that differ between trials; a parameter that
+    does not fit into `width` (default: the width of stdout) is hidden. `styles` are the Rich styles of rows, by status.
     """
     names, rows, hidden = fit_columns(trials, metrics, width or get_output_width(), more)
     table = make_borderless_table()
@@ -251,7 +251,7 @@ def fit_columns(
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """Return column names and rows that fit into `width` if possible, and the names of the hidden parameters.
 
-    A column gets a prefix if another column already has the same name.
+    A column's name gets a prefix if another column already has this name.
     """
     columns: dict[str, list[str]] = {
         "trial": [trial.id for trial in trials],
@@ -324,7 +324,7 @@ _STATUS_STYLES = {
 def render_progress(state: ProgressState, width: int, height: int) -> RenderableType:
     """Render the progress for a terminal of `width` columns and `height` lines. The last line stays free.
 
-    A third of the rows is reserved for the best trials that are not running; the other rows show running trials.
+    A third of the rows is reserved for the best trials that are not running; the remaining rows show running trials.
     For a single training there are no rows, since the facts describe the training.
     """
     room = max(0, height - 1 - _HEADER_LINE_COUNT)
@@ -390,7 +390,7 @@ def collect_progress_facts(state: ProgressState) -> Mapping[str, str]:
     counts = {str(status): state.counts[status] for status in Status if state.counts.get(status)}
     facts = {"trials": format_counts(counts)}
     if (trial_count := state.extent.trial_count) is not None:
-        # There are more trials than this if an earlier run had a larger `num_samples`.
+        # There are more trials than `trial_count` if an earlier run had a larger `num_samples`.
         facts["trials"] += f" of {max(trial_count, sum(state.counts.values()))}"
     if state.rungs:
         rungs = [f"{count} at step {step}" for step, count in state.rungs.items()]

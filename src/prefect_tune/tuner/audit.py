@@ -1,12 +1,12 @@
 """Audit an experiment: derive each proposal and decision of its journal again, and report the first difference.
 
-Before the audit applies an event, it calls the functions of a running search to derive the event that the search had to
-write in that state. Afterwards it records the event in a `SearchPolicy`, like a running search. So the policies of the
-audit and of the search get the results in the order of arrival, and are in the same state at each event.
+Before the audit applies an event, it derives the event that the search had to write in that state, with the functions
+of a running search. Afterwards it records the event in a `SearchPolicy`, as a running search does. So the audit's
+policy gets all results in the order in which the search got them, and is in the same state at each event.
 At each new owner, the audit creates a new policy and replays the journal to the policy, as that owner did.
 
     state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
-The audit shows a policy only what the search had written by then, and imports no code that only the journal names.
+A policy gets no event that the search wrote later, and the audit imports no code that only the journal names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAX_EVENT_LENGTH = 400
 
 @dataclass(frozen=True, slots=True)
 class AuditDifference:
-    """The first difference between a journal's proposals and decisions and the derived ones."""
+    """The first proposal or decision in which the journal and the audit differ."""
 
     entry: int
     """The number of the entry in the experiment's journal."""
@@ -130,10 +130,10 @@ def audit(
 
     Args:
         target: where the experiment is stored: a block, a `"block-type/name"` slug, or a URI.
-        space: the space, if the journal does not hold it, or names functions in it.
+        space: the space, if the journal does not hold it, or if it contains functions.
         search: the search, if the journal does not hold it, or if it is an `OptunaSearch`.
         scheduler: the scheduler, if the journal does not hold it.
-        stop: the stop criterion, if the journal does not hold it, or names functions in it.
+        stop: the stop criterion, if the journal does not hold it, or if it contains functions.
 
     Returns:
         AuditReport: what was derived, what was not, and the first difference.
@@ -210,7 +210,7 @@ _Derived: TypeAlias = _Expectation | _Underivable | None
 """None: the event is not a decision, but for example a report, the end of an attempt, or a request of the user."""
 
 
-# The plan of each owner: the settings in the journal, and the arguments of `audit`.
+# The plan of each owner, made from the settings in the journal and the arguments of `audit`.
 
 
 class _UnknownSearch(Search):
@@ -249,7 +249,7 @@ class _AuditPlan:
 def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[str, object]) -> _AuditPlan:
     """Return the plan of the owner of `state`; import no code that only the journal names.
 
-    An argument in `passed` is used if the journal does not hold the parameter, or names code in it.
+    A value in `passed` is used only if the audit cannot restore that parameter from the journal alone.
 
     Raises:
         InvalidInput: the settings or the arguments are invalid.
@@ -310,7 +310,7 @@ _NON_DECISION_EVENTS = (
 
 
 class _Auditor:
-    """Derives each event again; holds the policy and each trial's last report, as they are after the last event."""
+    """Derives each event again, from the policy and the trials' last reports, which it updates after each event."""
 
     def __init__(self, target: StorageTarget, passed: Mapping[str, object]) -> None:
         self._target = target
@@ -319,13 +319,13 @@ class _Auditor:
         self._policy: SearchPolicy | None = None
         self._warm_starts: list[WarmStart] = []
         self._reports: dict[str, StepReport] = {}  # by trial: the last journaled report of the present attempt
-        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: the last milestone and its report
+        self._decisions: dict[str, tuple[int, StepReport]] = {}  # by trial: milestone and report of the last decision
         self._is_fork_entry = False
         self._preceding_error: TrialErrored | None = None  # the preceding event, if it is a `TrialErrored`
-        self._search_end_reason: AnyReason | None = None  # why the stoppers end the search after the last entry
+        self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, as of the last entry
 
     def begin_entry(self, entry: Entry) -> None:
-        """Begin the next entry. If it completes a fork, its events are copies from the origin, and are not derived."""
+        """Begin the next entry. The events of an entry that completes a fork are copies, and so are not derived."""
         forks = (event for event in entry.events if isinstance(event, ExperimentForked))
         self._is_fork_entry = any(event.trials is not None for event in forks)
         self._search_end_reason = self._policy.end_reason() if self._policy else None
@@ -435,7 +435,7 @@ class _Auditor:
         return is_ours and "scheduler" not in plan.unknown
 
     def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Derived:
-        """Return the decision that is missing before this report, or the report that was decided about; else None."""
+        """Return what the search had to write instead, such as a decision; None if the report needs no correction."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
@@ -461,7 +461,7 @@ class _Auditor:
         return _Expectation([TrialResumed(trial=paused_trial)] if paused_trial else (), "no trial to resume")
 
     def _expect_finish(self, before: Experiment, policy: SearchPolicy, trial: Trial, plan: _AuditPlan) -> _Derived:
-        """Return the end of a trial that has no attempt: by a decision, by a stop request, or after a pause."""
+        """Return the end that the search had to write for a trial that is not running, such as a paused trial."""
         decision, stop_reason = pending_decision(trial), before.pending_stops.get(trial.id)
         stop = decision.decision if decision is not None else None
         finishes = [make_finish_event(trial.id, stop)] if isinstance(stop, Stop) else []
@@ -495,7 +495,7 @@ _NOT_RECORDED = "a clock, a missing metric or the user's choice ended the search
 
 
 def _are_equivalent(event: Event, other: Event) -> bool:
-    """Return whether two events are the same in the journal, except for the users' texts."""
+    """Return whether two events have the same JSON, except for a reason that is a text of the user's code."""
     return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 
 
@@ -508,7 +508,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 
 
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
-    """Return the clone for a trial's exploit: of the source, or of the trial itself if the source has no checkpoint.
+    """Return the clone that the trial's exploit requires: of the source or, if that has no checkpoint, of the trial.
 
     Return None if a user restarted the trial from one of its own checkpoints, with an unchanged configuration.
     """
@@ -522,7 +522,7 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
 
 
 def _signal_if_no_new_trial(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """If the search proposes no trial, tell the schedule so; an unknown search counts as one that proposes none."""
+    """Tell the schedule if the search proposes no new trial; an unknown search is assumed to propose none."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_no_new_trial()
 

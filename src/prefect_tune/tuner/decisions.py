@@ -1,7 +1,7 @@
 """Decide what follows a report or a failed attempt; journal each decision before acting on it.
 
 `SearchPolicy.decide` calls the scheduler. Other modules stop trials for other reasons: the trial's process
-(`runtime/session.py`) checks `stop=`, and `tuner/stop_requests.py` obeys users and budgets.
+(`runtime/session.py`) checks `stop=`, and `tuner/stop_requests.py` carries out stop requests and enforces budgets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TARGET_ERRORS = (StoreUnavailable, StoreRefused, CommitUnknown)
 
 
 class FailureHandler:
-    """Applies the failure policy to the journal's state; adds trials to retry to `ready_queue`."""
+    """Applies the failure policy to failed trials; those that are to be retried are appended to `ready_queue`."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: lost attempts in a row, newest sequence
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: losses since the newest commit, its sequence
         self._undecidable_trials: dict[str, Reason] = {}  # by trial: why the scheduler cannot decide
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
         """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
-        self._import_failure = ""  # the first import that failed before any training; all trials would fail
+        self._import_failure = ""  # the first failed import before any training; every trial would fail
 
     def require_loaded_trainable(self) -> None:
         """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.
@@ -81,7 +81,7 @@ class FailureHandler:
             )
 
     def on_attempt_failed(self, trial: Trial, cause: Cause, error: BaseException | None = None) -> None:
-        """Log a failed attempt; retry its trial or give it up.
+        """Log a failed attempt; retry its trial, or give the trial up.
 
         Raises:
             StoreUnavailable, StoreRefused, CommitUnknown: the attempt failed with this error, and the budget of machine
@@ -128,10 +128,10 @@ class FailureHandler:
             self.retry_or_give_up(trial.id, cause)
 
     def retry_lost_attempt(self, trial_id: str, error: BaseException | None) -> None:
-        """Count a lost attempt, whose end the journal does not hold; retry its trial, or give the trial up.
+        """Count a lost attempt, whose end is not journaled yet; retry its trial, or give the trial up.
 
-        The count is not stored, so each owner counts from 0. `Driver._end_attempt_if_lost` adds the attempt's end to
-        the journal when the trial leaves the queue. Raises like `on_attempt_failed`.
+        The count is not stored, so each owner counts from 0. `Driver._end_attempt_if_lost` journals the attempt's end
+        when the trial leaves the queue. Raises like `on_attempt_failed`.
         """
         reason = make_reason("no-result") if error is None else f"{type(error).__name__}: {error}"
         newest = newest_checkpoint(self._pending_entry.state.trial(trial_id))
@@ -148,7 +148,7 @@ class FailureHandler:
             self._ready_queue.append(trial_id)
 
     def record_undecidable(self, trial_id: str, error: BadMetric) -> StopTrial:
-        """Record that the scheduler cannot decide about a trial, which is then given up; return the trial's answer."""
+        """Record that the scheduler cannot decide about a trial; return the answer that ends its attempt as errored."""
         reason = self._undecidable_trials[trial_id] = make_reason("raised", text=str(error))
         errored = AttemptEnded(trial=trial_id, cause=Cause.BAD_METRIC, reason=reason)
         return StopTrial(outcome=errored, save=False)
@@ -170,7 +170,7 @@ class FailureHandler:
 
 
 class DecisionHandler:
-    """Lets the policy decide at each milestone; sends the decision once it is journaled."""
+    """Lets the policy decide at each milestone, journals the decision, and then sends it to the trial."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class DecisionHandler:
         self._send_after_write(trial_id, self._make_answer(trial_id, decision), step)
 
     def decide_missed_milestone(self, trial_id: str) -> None:
-        """Decide at a milestone that the trial reported before a crash, so that its step is not trained again."""
+        """Decide at a milestone that the trial reached before a crash, so that it need not train that step again."""
         trial = self._pending_entry.state.trial(trial_id)
         milestone = self._policy.next_milestone(trial)
         if milestone is None or trial.step < milestone or trial.pending_exploit is not None:
@@ -228,7 +228,7 @@ class DecisionHandler:
         return decision
 
     def _make_answer(self, trial_id: str, decision: Decision) -> ContinueTraining | StopTrial:
-        """Return the answer for a decision; journal the resume of a paused trial that can continue at once."""
+        """Return the answer for a decision; if a trial would pause but can continue at once, journal its resume."""
         match decision:
             case Continue():
                 return self._make_continue_answer(trial_id)

@@ -1,7 +1,7 @@
-"""The journal's next entry: events apply to the state at once, actions run after the entry is written.
+"""The next entry of the journal: its events change the state at once; actions wait until the entry is written.
 
 An entry holds all events that the search and its attempts have submitted since the previous entry (group commit). While
-an entry is written, attempts submit events for the next entry; so a commit waits for at most two entries.
+an entry is written, attempts submit events for the next entry; so a commit waits for the writes of at most two entries.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BackgroundWorker:
         self._enqueue_action(lambda: delete_retired_checkpoints.fn(self._target, key, trial, retired))
 
     def close(self) -> None:
-        """Let the thread end after its present work; do not wait for the end."""
+        """Make the thread end after all queued work; do not wait for the end."""
         self._actions.put(None)
 
     def _enqueue_action(self, action: Callable[[], object]) -> None:
@@ -84,7 +84,7 @@ class BackgroundWorker:
 
 
 class PendingEntry:
-    """The experiment's state with its unwritten events, and the actions to run after their write."""
+    """The experiment's state, including unwritten events, and the actions to run when these events are written."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class PendingEntry:
         self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        # The event count and stamp of a failed write, which is repeated unchanged, since it may have succeeded.
+        # The event count and stamp of a write that failed. It is repeated unchanged, since it may have succeeded.
         self._retried_write: tuple[int, WriteStamp] | None = None
         self._forcing_actions: list[Callable[[], None]] = []
         self._delayed_actions: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class PendingEntry:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             state_before, self.state = self.state, state
-            # Write a stop soon, since its sender polls the journal for the acknowledgement, and then for the end.
+            # Write such a change soon, since the requester polls the journal for the acknowledgement and for the end.
             self._has_stop_change |= (
                 state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
             )

@@ -149,7 +149,7 @@ def warn_of_takeover(state_before: Experiment, log: Log) -> None:
 def log_if_already_finished(plan: SearchPlan, state_before: Experiment, state_after: Experiment, log: Log) -> None:
     """Log how to train more, if the experiment was already finished before this run and this run trained nothing.
 
-    For errored trials, `warn_of_errored_trials` or the error of the search names the next step.
+    For errored trials, `warn_of_errored_trials` or the error of the search says what to do.
     """
     before, after = state_before.trials.values(), state_after.trials.values()
     was_finished = len(before) > 0 and all(trial.phase is Phase.FINISHED for trial in before)
@@ -192,9 +192,9 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 
 
 def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
-    """Run a search within a flow run. If `experiment` is passed, its journal is not read again. Raises like `tune`.
+    """Run a search within a flow run. `experiment` is its state if the caller has read it. Raises like `tune`.
 
-    The flow must return the result: if every trial errored, the result is a Failed state with `SearchFailed`.
+    The flow must return what this function returns: if every trial errored, a Failed state with `SearchFailed`.
     """
     if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has already warned
         warn_of_unusual_mode(plan, get_run_logger())
@@ -301,7 +301,7 @@ def _take_over_search(
 
 
 def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> Sequence[Event]:
-    """If the trainable has changed, log the change, and return the event that journals the new code."""
+    """If the trainable has changed, log the change, and return the event that journals the digest of the new code."""
     warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or with_journal_digest(state, plan.settings) == plan.settings:
         return ()  # unchanged or unknown, so the journal keeps the digest of the code that trained last
@@ -381,8 +381,8 @@ def _observing_search(
 ) -> Iterator[SearchObserver]:
     """Yield the observer that the driver notifies; on exit, wait until the observers have processed their queues.
 
-    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s to finish, or 2 s after
-    a stop request.
+    On exit, publish the results, unless a stop was requested. All callbacks together get 30 s to finish, or only 2 s if
+    a stop was requested.
     """
     target, objective, log, state = plan.target, plan.objective, get_run_logger(), journal_writer.experiment
     search = SearchInfo(plan.experiment, target.uri, objective, state.key.generation)
@@ -404,7 +404,7 @@ def _observing_search(
                 final_state, curves = journal_writer.experiment, skip_prefect_introspection(curve_collector.curves)
                 try:
                     publish_results(target, skip_prefect_introspection(final_state), objective, curves)
-                except TuneError as error:  # the journal has the same results
+                except TuneError as error:  # the search still succeeds, since the journal has the same results
                     log.error("the results could not be published as files: %s", error)  # noqa: TRY400 - no trace: it is handled
     finally:
         runner.finish(journal_writer.experiment, _OBSERVER_TIMEOUT_WHEN_STOPPED if stop.is_set() else _OBSERVER_TIMEOUT)
@@ -416,7 +416,7 @@ _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
 def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to warm-start from, without duplicates, as a name on the same target or `target/name`.
+    """Return the experiments to warm-start from, without duplicates, each as a name on this target or `target/name`.
 
     Raises:
         InvalidInput: an element of `warm_start` has another form.
@@ -437,10 +437,10 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the sources `names`, which may still run; skip sources that `experiment` already has.
+    """Read the finished trials of the experiments `names`, which may still run; skip those that `experiment` has read.
 
-    `loaded` is the state of `experiment` when its journal was checked; None to read it here. The sources in this state
-    are not read again, even if the journal has changed since.
+    `loaded` is the state of `experiment` when its journal was checked; if it is None, the state is read here. The
+    sources in this state are not read again, even if the journal has changed since.
 
     Raises:
         InvalidInput: a source does not exist, or is `experiment` itself.
@@ -477,7 +477,7 @@ def read_warm_starts(
 
 
 def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
-    """Return the unique trials of other experiments that the journal holds, in the order of their entries."""
+    """Return the trials of other experiments in the journal, without duplicates, in the order of the entries."""
     state = journal_writer.experiment
 
     def read_entries(store: ObjectStore) -> Sequence[WarmStart]:
@@ -508,7 +508,7 @@ def deduplicate_prior_trials(warm_starts: Sequence[WarmStart]) -> Sequence[Prior
 # The error of a search in which every trial errored.
 
 _MAX_CAUSES = 3
-"""How many different errors the message names."""
+"""The maximum number of different errors that the message names."""
 
 
 def search_failed_error(results: Results, state_before: Experiment | None) -> SearchFailed | None:

@@ -86,12 +86,12 @@ def _run_training_segment(
         check_target(target)
         state_before = segment.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
         trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
-        require_same_training(state_before, trial_spec, config)  # before an earlier owner is superseded
+        require_same_training(state_before, trial_spec, config)  # first, since a rejected run must supersede no owner
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
-            pool.start_import(spec.trainable, get_run_logger())  # its fork server starts during the takeover
+            pool.start_import(spec.trainable, get_run_logger())  # so the fork server starts during the takeover
         state = acquire_run_ownership(segment, state_before, slots=1)
-        require_same_training(state, trial_spec, config)  # another run may have started in the meantime
+        require_same_training(state, trial_spec, config)  # again, since another run may have started meanwhile
         journal_writer = segment.set_journal_writer(JournalWriter(target, state, write_entry))
         with retrying_refusals():
             if follow_up_events := make_answer_events(trial_spec, state, segment):
@@ -103,7 +103,7 @@ def _run_training_segment(
         is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
-            and stays_finished(trial, stopper, ReportReader(target, state.key))  # the criterion may have changed
+            and stays_finished(trial, stopper, ReportReader(target, state.key))  # since the criterion may have changed
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
         retry_plan = plan.with_changes(rerun_errored=True)

@@ -1,6 +1,6 @@
 """The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
 
-The same history gives the same proposals and decisions, so these objects are not stored. A resume creates new objects,
+The same history gives the same proposals and decisions, so the objects are not stored. A resume creates new objects,
 and replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
 interrupted run would have proposed. To make this possible, they draw random numbers only from a seed and a purpose
 (`core.seeded_random`), read no clock, and get a report when it is journaled as a milestone, not when it arrives.
@@ -24,7 +24,7 @@ ONLY_TRIAL = "trial"
 
 
 def format_trial_id(number: int) -> str:
-    """Return the id of a search's trial, from its proposal number, which counts from 0."""
+    """Return the id of the trial that a search has proposed with this number, counted from 0."""
     return f"{number:05d}"
 
 
@@ -55,14 +55,14 @@ def make_finish_event(trial_id: str, stop: Stop) -> TrialFinished:
 
 
 def make_extension_event(trial: Trial) -> TrialRequeued:
-    """Return the event that requeues a finished trial because it does not meet the present stop criterion."""
+    """Return the event that requeues a finished trial, because the present stop criterion would not have ended it."""
     return TrialRequeued(trial=trial.id, reason=make_reason("extended", step=trial.step))
 
 
 class SearchPolicy:
     """The search, the scheduler and the stoppers of one experiment, in the state that follows from its journal.
 
-    `record` gets every change, in a running search and in a replay, so that both reach the same state.
+    `record` receives the same events in a running search and in a replay, so that both reach the same state.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class SearchPolicy:
         self.schedule = schedule
         """The scheduler's state. It tells `Driver` whether to wait, and which trial to resume or stop next."""
         self.proposed_count = 0
-        """The number of trials that the journal holds."""
-        self._suggested_number: int | None = None  # the last proposed trial, which needs no `restore_trial`
+        """The number of proposed trials in the journal, which is also the number of the next proposal."""
+        self._suggested_number: int | None = None  # the last proposal; the search already knows this trial
         self._paused: set[str] = set()
-        self._decided_steps: dict[str, int] = {}  # by trial: the step of the last decision about its weights
+        self._decided_steps: dict[str, int] = {}  # by trial: the step at which the scheduler last judged its weights
 
     def add_prior_trials(self, prior_trials: Iterable[PriorTrial]) -> int:
-        """Pass trials of other experiments to the search, before any other call; return how many it accepts."""
+        """Pass other experiments' trials to the search, and return how many it accepts. Call this method first."""
         add_prior_trial = self._search_state.add_prior_trial
         return sum(add_prior_trial(trial.config, trial.report, stopped=trial.stopped) for trial in prior_trials)
 
@@ -88,7 +88,7 @@ class SearchPolicy:
         history = [(past_event, trial) for trial in experiment.trials.values() for past_event in trial.policy_events]
         for past_event, trial in sorted(history, key=lambda pair: pair[0].order):
             if past_event.kind == "decided" and past_event.report is not None:
-                self.decide(trial, past_event.report)  # only repeated, since the journal has the decision
+                self.decide(trial, past_event.report)  # repeats the journaled decision, to restore the state
             else:
                 self.record(trial, past_event)
         for trial in experiment.trials.values():
@@ -104,7 +104,7 @@ class SearchPolicy:
         return verdict.reason if isinstance(verdict, StopExperiment) else None
 
     def suggest(self) -> Suggestion:
-        """Return the next configuration; it counts as proposed once the journal holds its trial."""
+        """Return the search's next suggestion; a configuration counts as proposed once the journal has its trial."""
         if isinstance(verdict := self._stopper_state.verdict(), StopProposing):
             return Exhausted(reason=str(verdict.reason))
         suggestion = self._search_state.suggest(self.proposed_count)

@@ -1,7 +1,7 @@
-"""Stop an experiment or a trial early. Every stop is journaled before it takes effect, except an interruption.
+"""Stop an experiment or a trial early. Except for an interruption, every stop is journaled before it takes effect.
 
 The stop of a single trial has no time limit; the trial ends at its next report. `wait_seconds` limits only how long
-`stop` waits for the end. The trials of a stopping experiment get `grace_period_seconds` (`attempt/supervisor.py`).
+`stop` waits for the end. When an experiment stops, its trials have `grace_period_seconds` (`attempt/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from prefect_tune.tuner.search_policy import SearchPolicy
 
 
 class StopSource:
-    """Interruptions of the process; subclasses also read stop requests. A single training gets no requests."""
+    """Tells whether the process is interrupted. A subclass also reads stop requests, which only a search receives."""
 
     def __init__(self, interrupted: threading.Event) -> None:
         self.is_interrupted = interrupted.is_set
@@ -68,7 +68,7 @@ class StopSource:
 
 
 class StopHandler:
-    """Decides whether an owner's run of an experiment ends, and stops its trials."""
+    """Decides whether this run of an experiment ends early, and stops the trials of the run."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class StopHandler:
         self._log = log
         self._started_at = time.monotonic()
         self.is_stopping = False
-        """Whether the run is stopping, so that no trial starts any more, and all running trials save and end."""
+        """Whether the run is stopping. If so, no further trial starts, and all running trials save and end."""
 
     def check_stop_causes(self, stop_source: StopSource) -> None:
-        """Check interruptions, stop requests, the time budget and the stoppers; stop the experiment or a trial."""
+        """Stop the experiment or a trial if interrupted, or if a request, the time budget or a stopper requires it."""
         if stop_source.is_interrupted():
             self.is_stopping = True
             self._executor.stop_all()  # without waiting for the journal, since the process ends soon
@@ -116,16 +116,16 @@ class StopHandler:
             self._pending_entry.run_after_forced_write(self._executor.stop_all)
 
     def stop_experiment(self, reason: AnyReason) -> None:
-        """Journal the end of the experiment and its reason; stop every trial after a save."""
+        """Journal that the experiment stops, and why; every trial then saves and ends."""
         if not self.is_stopping:
             self._journal_experiment_stop(StopRequested(reason=reason))
 
     def finish_trial(self, trial_id: str) -> None:
-        """Finish a trial that was requested to stop and has no running attempt."""
+        """Finish a trial whose stop was requested, and which has no running attempt."""
         self._pending_entry.add_event(self._make_finish_event(trial_id))
 
     def send_stop(self, trial_id: str) -> None:
-        """After the next write, tell a running trial to save and end. The answer has the event that ends the trial."""
+        """After the journal is written, tell a running trial to save and end. The answer has the trial's last event."""
         stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
         self._pending_entry.run_after_forced_write(lambda: self._executor.send_answer(trial_id, stop))
 
@@ -145,7 +145,7 @@ class StopHandler:
         if trial_id in self._executor:
             self.send_stop(trial_id)
         else:
-            self._close_outbox(trial_id)  # an earlier owner may have launched an attempt that has not begun
+            self._close_outbox(trial_id)  # so that an attempt that an earlier owner has launched cannot begin
             self.finish_trial(trial_id)
 
 
@@ -207,7 +207,7 @@ class StopRequestPoller(StopSource):
             if not is_closed:
                 self._read_new_requests()
             if (count := self._journaled_count) != deleted_count:
-                # After an error, a later iteration deletes them.
+                # After an error, a later iteration deletes the requests.
                 with suppress(StoreUnavailable, StoreRefused), self._target.open(timeout=_REQUEST_TIMEOUT) as store:
                     delete_older_documents(store, before=self._experiment.request_path(count + 1))
                     deleted_count = count
@@ -258,7 +258,7 @@ def stop(
     owns the experiment reads requests every few seconds, and journals each request before it acts on it.
 
     If no run is active, the next run ends the trial before it starts another trial. A request to stop the whole
-    experiment then has no effect, because it never stops a run that begins later.
+    experiment then has no effect, because such a request never stops a run that begins later.
 
     ```python
     outcome = pt.stop("digits", target="runs", trial="3")
@@ -284,7 +284,7 @@ def stop(
 
 
 class _StopRequestSender:
-    """Sends a stop request; if another request has taken its number in the journal, sends it with the next number."""
+    """Sends a stop request; sends it again, with the next number, if another request has its number in the journal."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
@@ -337,7 +337,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt that is a deployment's flow run, since it may outlive the search's flow run."""
+        """Send the stop to each attempt with its own flow run, because that run can outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -353,8 +353,8 @@ class _StopRequestSender:
     def _read_end_message(self, state: Experiment) -> str | None:
         """Return a message about the end of the trial, or of the search's last run; None if there is no end yet.
 
-        A run that ends by itself publishes the results of the journal's last entry. Until they are published, a search
-        whose trials have all ended may still propose another trial.
+        A run that ends by itself publishes the results of the journal's last entry. Until the results are published, a
+        search whose trials have all ended can still propose another trial.
         """
         if self._trial is not None:
             trial = state.trial(self._trial)

@@ -2,11 +2,11 @@
 
     fork server (no user code) ──► template: imports the trainable, is inspected ──► READY: trials are forked from it
            │                                   └─► unsafe to fork: the reason is logged once, the template ends
-           └──► a process that imports the trainable itself: `reuse="never"`, no template, or `stop` during the import
+           └──► a process that imports the trainable itself: if `reuse="never"`, if forks are unsafe, or after `stop`
 
 Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-No trial is forked from a template that is unsafe to fork, or that has a hung fork. No trial waits for an import after
-`stop`, or for more than 10 minutes. No template outlives the pool, unless trials that it has forked still run.
+No trial is forked from a template that is unsafe to fork, or one of whose forks has hung. No trial waits for an import
+after `stop` is set, or for more than 10 minutes. No template outlives the pool, unless trials forked from it still run.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from prefect_tune.runtime.trainable import Reuse
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.terminal.live_display import NOTICE
 
-_FORK_TIMEOUT = timedelta(seconds=30)  # a fork takes milliseconds even on a busy machine
+_FORK_TIMEOUT = timedelta(seconds=30)  # ample, because a fork takes milliseconds even on a busy machine
 _SEND_TIMEOUT = timedelta(seconds=60)
-"""The time after which a send fails if the process does not read, because it hangs or is stopped."""
-_IMPORT_TIMEOUT = timedelta(minutes=10)  # long enough for PyTorch from a cold network disk
+"""The time after which a send fails if the receiving process hangs or is stopped."""
+_IMPORT_TIMEOUT = timedelta(minutes=10)  # long enough to import PyTorch from a slow network disk
 _NO_WAIT = timedelta(0)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _POLL_INTERVAL = timedelta(seconds=0.2)
@@ -66,8 +66,8 @@ class ProcessKey:
 
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
-        """Return the key of a trial with these variables and the present read-once variables of this process."""
-        # Read them at each call, because a worker's scheduler may change the devices in `os.environ` between trials.
+        """Return the key of a trial with these variables, and with this process's current `READ_ONCE_VARIABLES`."""
+        # Read `os.environ` at each call, because a worker's scheduler may change the visible devices between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
@@ -88,7 +88,7 @@ def make_process_environment(temporary: Path, environment: Mapping[str, str]) ->
 
     variables = {**make_interpreter_environment(environment), "TMPDIR": str(temporary)}
     directory = ""
-    with suppress(FileNotFoundError):  # the directory was removed; a fork inherits it anyway
+    with suppress(FileNotFoundError):  # if the directory was removed, omit it; a fork inherits it anyway
         directory = os.getcwd()  # noqa: PTH109 - text is needed, not a Path
     return ProcessEnvironment(
         environment={to_latin(name): to_latin(value) for name, value in variables.items()},
@@ -110,9 +110,9 @@ class ForkedProcess(SupervisedProcess):
     def fork(
         control: socket.socket, request: bytes = FORK_REQUEST, channel: socket.socket | None = None
     ) -> ForkedProcess | None:
-        """Request a process from the fork server or template at `control`; return None if that server is gone.
+        """Request a process from the fork server (or template) at `control`; return None if the server is gone.
 
-        A new template gets `channel`; a trial gets a new channel.
+        Pass `channel` for a new template; a trial's process gets a new channel.
 
         Raises:
             TimeoutError: no answer arrives within 30 s.
@@ -157,7 +157,7 @@ class ForkedProcess(SupervisedProcess):
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         if self._code is None and (message := read_fork_message(self._status, timeout)) is not None:
-            # The message is `ended <wait status>`, or empty if the subreaper was killed, and with it the process.
+            # The message is `ended <wait status>`; it is empty if the subreaper was killed, and with it the process.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
@@ -198,7 +198,7 @@ class ForkServer:
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the fork server, which exits after its forked processes; kill it after `timeout` (None: never)."""
         if not self._has_requests:
-            self._process.kill()  # nothing was forked, and the server may still be importing
+            self._process.kill()  # do not wait, since nothing was forked, and the server may still be importing
         self.control.close()
         try:
             self._process.wait(None if timeout is None else timeout.total_seconds())
@@ -239,7 +239,7 @@ class TemplateProcess:
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the template, which exits after its forked processes; kill it after `timeout` (None: never).
 
-        A template that still imports is killed immediately.
+        A template that is still importing is killed immediately.
         """
         self._ending.set()  # ends the wait for a running import
         self._imported.wait()
@@ -264,7 +264,7 @@ class TemplateProcess:
             self._imported.set()
 
     def _import_trainable(self, process: ForkedProcess) -> str | None:
-        """Import the trainable in `process`; return why trials cannot be forked from it, None if they can."""
+        """Import the trainable in `process`; return why trials cannot be forked from this process, None if they can."""
         self._output.start(process.output)  # read until the end, so that output of fork handlers cannot fill the pipe
         request = ImportRequest(
             trainable=self._key.trainable,
@@ -272,7 +272,7 @@ class TemplateProcess:
             environment=make_process_environment(process.make_temporary_directory(), self._key.full_environment),
             supervisor=os.getpid(),
         )
-        with tempfile.TemporaryFile() as file:  # because the length of a message is limited
+        with tempfile.TemporaryFile() as file:  # a file, because the length of a message is limited
             file.write(request.model_dump_json().encode())
             file.flush()
             file.seek(0)
@@ -299,7 +299,7 @@ def _end_in_background(source: _ForkSource) -> None:
 
 
 class ForkSources:
-    """The fork server of a pool, and a template for each key if `reuse` shares imports through forks. Thread-safe."""
+    """The fork server of a pool and, with `reuse="auto"`, a template for each key. Thread-safe."""
 
     def __init__(self, reuse: Reuse) -> None:
         self._has_templates = reuse == "auto"
@@ -325,9 +325,9 @@ class ForkSources:
             return template
 
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
-        """Return a new process: a fork of the template after its import, or a process without the import.
+        """Return a new process, forked from the template after the import, or from the fork server, without the import.
 
-        The process has no import if `stop` is set during the import, or if the import cannot be shared (logged once).
+        The fork server is used if `stop` is set during the import, or if the import cannot be shared (logged once).
         Raises OSError if no process could be forked.
         """
         for _ in range(_MAX_TRIES):

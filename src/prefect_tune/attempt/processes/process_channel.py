@@ -54,8 +54,8 @@ _TERM_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
-# The executors set the variables of a slot; `runtime` sets the variables of a trial's child processes. No value in
-# `AttemptRequest.environment` may be unique to a trial, because then no two trials could share an import.
+# The executors set the variables of a slot; `runtime` sets the variables of a trial's child processes. If a value in
+# `AttemptRequest.environment` were different for each trial, no two trials could share a process and its imports.
 
 # Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
 READ_ONCE_VARIABLES = (
@@ -85,15 +85,15 @@ def make_interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, s
 
 def get_interpreter_flags() -> list[str]:
     """Return the flags with which this interpreter was started, such as `-O` and `-W`."""
-    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # lacks most `-X` options
+    flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # this list lacks most `-X` options
     options = sys._xoptions.items()  # noqa: SLF001 - it is documented
     return [*flags, *(f"-X{name}" if value is True else f"-X{name}={value}" for name, value in options)]
 
 
 def make_program_command(module: str, descriptor: int) -> list[str]:
-    """Return the command that runs `module` with `descriptor`, this process's pid and the trials' `sys.argv`."""
+    """Return the command to run `module` with arguments: `descriptor`, this process's pid, the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
-    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # without the options of a CLI
+    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # omit the options of a CLI
     flags = [*get_interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
     return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
@@ -124,7 +124,7 @@ class TrialChannel:
         self._reader = _make_reader(connection)
         self._sending = threading.Lock()
         self.has_started = False
-        """Whether the process runs the trainable's code: its import, its setup or its training."""
+        """Whether the process has begun to run the trainable's code: to import, set up or train it."""
 
     def switch_process(self, connection: Connection, process: ProcessHandle, output: TrialOutput) -> None:
         with self._sending:
@@ -188,7 +188,7 @@ def open_trial_thread(start: Start, _log: Log) -> Iterator[TrialChannel]:
     thread = _TrialThread(target=run_training, name=f"trial-{start.trial}", daemon=True)
     with Connection(ours.detach()) as connection:
         channel = TrialChannel(connection, thread)
-        thread.start()  # before the send: the send of a long start message blocks until the thread reads it
+        thread.start()  # before `send`, because sending a long start message blocks until the thread reads it
         channel.send(start)
         yield channel
 
@@ -255,7 +255,7 @@ class SupervisedProcess(ABC):
 class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
-    The process ends with its supervisor. When it ends, so does its whole process group; other descendants continue.
+    The process ends with its supervisor. At its end, its process group is ended, too; other descendants continue.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -285,7 +285,7 @@ class SpawnedProcess(SupervisedProcess):
     def _kill(self) -> int:
         self._child.kill()
         code = self._wait_for_end(_EXIT_TIMEOUT)
-        return -signal.SIGKILL if code is None else code  # None: an uninterruptible system call delays the exit
+        return -signal.SIGKILL if code is None else code  # if None, an uninterruptible system call delays the exit
 
     def _end_process_group(self) -> None:
         """Send SIGTERM to the process group, then SIGKILL after 0.5 s, like a subreaper."""
@@ -299,14 +299,14 @@ class SpawnedProcess(SupervisedProcess):
 
 
 CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
-"""The signals that the trainable or its libraries cause; SIGKILL comes from outside."""
+"""The signals that the trainable or its libraries cause; SIGKILL is missing, because it comes from outside."""
 
 
 def make_process_end(code: int, output: str) -> ProcessEnd:
     """Return how a process ended, from its exit code (negative: the number of a signal) and its last output."""
     if code >= 0:
         return ProcessEnd(exit_code=code, output=output)
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # some have no name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # some signals lack a name
     return ProcessEnd(signal=name, output=output)
 
 
@@ -315,7 +315,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 PARENT_RANK: Final = -1
 """The pseudo-rank of the trial's own process, if it has started ranks with a launcher and is not rank 0 itself."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
-# Below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
+# These ports are below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
 _LOOPBACK = "127.0.0.1"
 
@@ -362,7 +362,7 @@ class RankGroup:
         return PARENT_RANK in self._channels
 
     def is_local(self, rank: int) -> bool:
-        """Return whether a rank's process is on this machine, as are all ranks of a launcher."""
+        """Return whether a rank's process is on this machine; True for all ranks of a launcher."""
         return rank < self._local_rank_count
 
     @property
@@ -394,7 +394,7 @@ class RankGroup:
         """
         sources = {channel.connection: rank for rank, channel in self._open_channels.items()}
         joining = [] if self._joins is None else self._joins.sources
-        # `multiprocessing.connection.wait` has about ten times the overhead.
+        # Do not use `multiprocessing.connection.wait`, which has about ten times the overhead.
         by_descriptor: dict[int, _MessageSource] = {source.fileno(): source for source in (*sources, *joining)}
         ready = [by_descriptor[descriptor] for descriptor in poll_readable(by_descriptor, timeout)]
         if self._joins is not None and (arrived := self._joins.accept_join(ready)) is not None:
@@ -457,7 +457,7 @@ class RankGroup:
     def end_rank(self, rank: int = 0) -> ProcessEnd:
         """End the process of a rank, and its descendants; return how it ended."""
         end = self._channels[rank].end()
-        if end.output and not self._channels[rank].last_output():  # the process is on another node
+        if end.output and not self._channels[rank].last_output():  # the process was on another node
             self._outputs[rank] = end.output
         return end
 
@@ -484,7 +484,7 @@ class RankGroup:
 
 
 class _RankSender:
-    """Sends queued messages to a rank from a thread; a full pipe blocks only the thread. `None` ends the thread."""
+    """Sends queued messages to a rank in a separate thread, so a full pipe blocks only that thread. `None` ends it."""
 
     def __init__(self, channel: TrialChannel) -> None:
         self._messages: SimpleQueue[ToTrial | None] = SimpleQueue()
@@ -503,7 +503,7 @@ class _JoinedRank:
         self._pid = pid
 
     def is_alive(self) -> bool:
-        return True  # `receive` finds out by the closed connection when the process is gone
+        return True  # `receive` raises when the process is gone, because then the connection is closed
 
     def end(self) -> ProcessEnd:
         return ProcessEnd(reason=make_reason("rank-vanished", process=self._pid))
@@ -513,7 +513,7 @@ class _JoinSocket:
     """The socket through which the ranks of a launcher in the trial join the attempt."""
 
     start: Start
-    """The start message of the trial's own process; each rank gets a copy with its rank."""
+    """The start message of the trial's own process; each rank gets a copy with the rank's own number."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)

@@ -33,7 +33,7 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
     """A log that prefixes each message with `subject`, such as the trial, because a flow run's log has many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
-        super().__init__(cast("logging.Logger", log))  # an adapter of an adapter works as well
+        super().__init__(cast("logging.Logger", log))  # `log` may be an adapter itself
         self.subject = subject
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
@@ -48,7 +48,7 @@ def make_rank_log(log: Log, rank: int) -> TrialLog:
 
 
 class WaitLog:
-    """Logs what is waited for and how long so far: first after `first_delay` (10 s), then at growing intervals."""
+    """Logs what this process waits for, and how long so far: after `first_delay` (10 s), then at growing intervals."""
 
     def __init__(self, log: Log, activity: str, first_delay: timedelta = _FIRST_NOTE_DELAY) -> None:
         self._log, self._activity = log, activity
@@ -63,11 +63,11 @@ class WaitLog:
 
 
 class TrialOutput:
-    """Logs the lines that arrive on a descriptor until `stop`. Logs only the last state of a progress bar.
+    """Logs the lines that arrive on a descriptor until `stop`. Of a progress bar, only the last state is logged.
 
-    The first 65,536 characters of a line are logged as soon as they have arrived, and the rest is dropped, so that an
-    endless line takes little memory. Prefect takes about a millisecond to log a line, and the process that prints must
-    wait. So after a burst of 1,000 lines, further lines are dropped and counted.
+    If a line has more than 65,536 characters, these are logged as soon as they have arrived, and the rest is dropped,
+    so that an endless line takes little memory. Prefect takes about a millisecond to log a line, which slows down a
+    process that prints faster. So after a burst of 1,000 lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
@@ -82,9 +82,9 @@ class TrialOutput:
         self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Start a thread that logs the output, in the caller's context, which determines the Prefect server."""
+        """Start a thread that logs the output; it runs in the caller's context, which determines the Prefect server."""
         stop_reader, self._stop_pipe = os.pipe()
-        # The thread owns a duplicate, which the system cannot reuse for another file before the thread ends.
+        # The thread owns a duplicate: the system cannot give its number to another file before the thread ends.
         self._source = os.dup(descriptor)
         work = (self._log_output, self._source, stop_reader)
         self._reader = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
@@ -153,12 +153,12 @@ def _count_readable_bytes(pipe: int) -> int:
 
 # Split output into the lines that a terminal finally shows; a progress bar leaves only its last state.
 #
-# A bar overwrites its line with "\r" and the new state. Each further bar moves the cursor down, writes its state, and
-# moves back up: "\n\r", the state, "\x1b[A". So a line is kept while the cursor may still be moved up to the line.
+# A bar overwrites its line with "\r" and the new state. A second bar below it moves the cursor down, writes its state,
+# and moves the cursor up again: "\n\r", the state, "\x1b[A". So a line is not emitted while a bar may return to it.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
-_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored, because a new state of the bar comes before or after it
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored: the bar's new state replaces the whole line anyway
 _PARTIAL_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
 _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more than a million bytes
 _MAX_ROWS = 50
@@ -173,7 +173,7 @@ class OutputLineSplitter:
         """The lines to which a bar may return, and the line with the cursor."""
         self._cursor_row = self._rows_moved_up = 0  # `_rows_moved_up`: how many lines a bar has moved up
         self._is_redrawn = False
-        """Whether the cursor has returned to this line, or to its start."""
+        """Whether the cursor has moved back up to this line, or back to the start of this line."""
         self._is_at_line_start = True
         """Whether the next text replaces the text of the line."""
         self._is_cut = False
@@ -205,12 +205,12 @@ class OutputLineSplitter:
         self._rows, self._cursor_row = [""], 0
 
     def _add_text(self, piece: str) -> None:
-        """Append to the current line. When the line reaches the limit, emit the line, and drop its rest."""
+        """Append to the current line. When the line exceeds the limit, emit its beginning, and drop the rest."""
         if not piece:
             return
         line = self._rows[self._cursor_row]
         if self._is_at_line_start:
-            if not self._is_redrawn:  # an ordinary line follows a bar
+            if not self._is_redrawn:  # the line of a bar, which an ordinary line now replaces
                 self._emit_unless_blank(line)
             line, self._is_at_line_start, self._is_cut = "", False, False
         if self._is_cut:
@@ -243,7 +243,7 @@ class OutputLineSplitter:
             if self._cursor_row:
                 self._cursor_row -= 1
             elif len(self._rows) < _MAX_ROWS:
-                self._rows.insert(0, "")  # a line that was emitted before a bar returned to it
+                self._rows.insert(0, "")  # stands for a line that was already emitted
             self._rows_moved_up = max(self._rows_moved_up, len(self._rows) - 1 - self._cursor_row)
 
     def _emit_unless_blank(self, row: str) -> None:

@@ -1,12 +1,12 @@
-"""The pool of processes in which attempts train.
+"""The pool of processes in which attempts train. Each process was made in one of these ways.
 
     reused, by a class with `reset_config` ──► declines, fails or exits before its first report ─┐
     forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
     started, where trials are not forked (`SpawnedProcess`) ◄────────────────────────────────────┘
 
-If a fork does not begin its trial within 60 s, a process without the import replaces it, and the template forks no more
-trials. No function is trained in a reused process, and no process in which a trial failed or was interrupted is reused.
-There are never more idle processes than free slots. No trial waits for an import after `stop`.
+If a forked process does not begin its trial within 60 s, another process, which imports the trainable itself, replaces
+it, and the template forks no more trials. There are never more idle processes than free slots. Once the `stop` event is
+set, no trial waits for a shared import.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from prefect_tune.terminal.formatting import append_last_output
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _START_TIMEOUT = timedelta(seconds=60)
-"""A fork begins its trial in milliseconds, unless it has inherited a lock that another thread held."""
+"""A forked process begins its trial in milliseconds, unless another thread held a lock at the moment of the fork."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
-"""How long a pool stays after its last attempt, because this worker may get the search's next attempt."""
+"""How long a pool stays open after its last attempt, in case this worker gets the search's next attempt."""
 _NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='never', its import is unsafe to fork"
 
 
 class TrialProcessPool:
     """A pool of trial processes. Enter the context, then call `open_process`, from any number of threads.
 
-    On Linux, processes are forked from a fork server, which has imported the modules that every trial needs. Depending
-    on `reuse`, they are forked from a template, which has also imported the trainable's module. `start_import` or the
-    first `open_process` starts the fork server and the template. Other systems start a new process each time.
+    On Linux, processes are forked from a fork server, which has imported the modules that every trial needs; or,
+    depending on `reuse`, from a template, which has also imported the trainable's module. `start_import` or the first
+    `open_process` starts the fork server and the template. On other systems, each process is started anew.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
     process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
     that failed, was interrupted or declined a configuration is not reused.
 
     Args:
-        slots: a process is kept if at most this number of processes are used or idle. With 0 each process serves one
-            trial, and cleans up before it reports the trial's end. None: the largest number that was used at once.
+        slots: the number of processes to keep, used and idle together. With 0, each process serves one trial, and
+            cleans up before it reports the trial's end. None: the largest number that was used at once.
         reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
@@ -93,7 +93,7 @@ class TrialProcessPool:
         _end_idle_processes(to_end)
 
     def start_import(self, trainable: str, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> None:
-        """Start to import `trainable` (see `Start`) if `reuse` shares imports. Do not wait for the import."""
+        """Start to import `trainable` (see `Start`) if `reuse` lets trials share the import. Do not wait for it."""
         if uses_linux_calls():
             self.fork_servers.start_fork_source(
                 ProcessKey.for_trial(trainable, get_absolute_sys_path(), environment), log
@@ -105,11 +105,11 @@ class TrialProcessPool:
     ) -> Iterator[TrialChannel]:
         """Open the channel to a process for one attempt. At the end of the block, keep or end the process.
 
-        On Linux, all descendants of the trial's process end with it, also in other sessions, even if that process or
-        its supervisor is killed. On other systems, only the descendants in its process group do.
+        On Linux, all descendants of the trial's process end with it, even those in other sessions, and even if that
+        process or its supervisor is killed. On other systems, only the descendants in its process group end with it.
 
         Args:
-            log: receives the output of the process, in the caller's context.
+            log: receives the lines that the process prints.
             environment: variables of this trial, which extend and override this process's environment.
             stop: ends the wait for a shared import of the trainable's module; the trial's process then imports it.
 
@@ -150,7 +150,7 @@ class TrialProcessPool:
             idle.process.end()
 
     def make_process(self, request: _ProcessRequest) -> SupervisedProcess:
-        """Return a new process. If there are too many processes, first end idle processes with other keys."""
+        """Return a new process. If there are too many processes, first end those that have been idle longest."""
         self.end_idle_processes(keep_count=self._slots)
         if not uses_linux_calls():
             return SpawnedProcess(request.key.full_environment)
@@ -220,7 +220,7 @@ class _PooledChannel(TrialChannel):
         self._pooled = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
         super().__init__(self._pooled.process.connection, self._pooled, self._pooled.output)
         self._pool, self._request = pool, request
-        self._is_reused = idle is not None  # until the reused process sends more than `TrainableLoaded`
+        self._is_reused = idle is not None  # reset when the process sends more than `TrainableLoaded`
         self._has_reported = self._closed = self.is_reusable = False
         self._sent: list[ToTrial] = []  # the messages before the first report, to resend to a replacement
         self._changing = threading.RLock()
@@ -292,9 +292,9 @@ class _PooledChannel(TrialChannel):
             self._pooled.process.end()
 
     def _replace_process(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
-        """Use a new process, because the old one declined the trial, was killed, failed or hung before a report.
+        """Use a new process, because the old one declined the trial, or was killed, failed or hung before a report.
 
-        An earlier trial may have caused the failure, because some settings can be made only once in a process.
+        An earlier trial in that process may have caused the failure: some settings can be made only once in a process.
         """
         end, request = self._pooled.end(), self._request
         if reason or end.exit_code != 0:
@@ -325,7 +325,7 @@ _pools: dict[Hashable, _SharedPool] = {}
 
 @contextmanager
 def shared_pool(search: Hashable, reuse: Reuse) -> Iterator[TrialProcessPool]:
-    """Yield the pool that a search's attempts share in this process; it stays for 30 s after the last attempt.
+    """Yield the pool that a search's attempts share in this process; it stays open for 30 s after the last attempt.
 
     Idle pools of other searches are closed immediately, since their processes may hold GPU memory.
     """

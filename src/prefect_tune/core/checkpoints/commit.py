@@ -17,7 +17,7 @@ a superseded owner creates is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. The name also holds the
-  sequence of the save that sent the blob. So no save relies on a blob that a garbage collection with an older state may
+  sequence of the save that sent the blob. So no save relies on a blob that a garbage collection with an older state can
   still delete: see `find_reusable_bytes`.
 - The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
 - After a lost reply, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
@@ -115,7 +115,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """The chunks of one group, with their locations; `uploaded` is the path and size of the blob that was sent."""
+    """The chunks of one group, with their locations; `uploaded`: path and size of the blob that was sent, if any."""
 
     chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
@@ -164,14 +164,14 @@ def commit_checkpoint(
     A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
     same result as committing them once.
 
-    `reverification` selects reused blobs that are read back before the commit; the bytes of failed blobs are sent
+    `reverification` selects reused blobs that are read back before the commit; if a blob fails, its bytes are sent
     again, to a new path. Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of
     other nodes to the manifest.
 
     Raises:
         InvalidInput: `metadata` holds a value that JSON cannot represent; nothing was sent.
         AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
+        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back failed too.
         StoreUnavailable: the checkpoint is not committed; the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to during the commit.
     """
@@ -186,7 +186,7 @@ def commit_checkpoint(
         verified_reads = store.map(lambda read: verify_range(store, manifest, read), due_reads)
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
-        # Pass no whole blobs for reuse, because a whole blob that matches only now was not read back.
+        # Reuse no whole blobs here: a blob that matches a group only without the failed chunks was not read back.
         valid = ReusableBytes({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
         affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
         replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))
@@ -283,7 +283,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
 
     Raises:
         AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote the manifest, and could not be read back.
+        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back failed too.
     """
     try:
         create_idempotently(store, key.manifest_path, seal(manifest))
@@ -291,16 +291,16 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
         stored = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
         if stored is None or stored.metadata.write_id != manifest.metadata.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
-        return stored  # an earlier try of this save, which reused other blobs
+        return stored  # from an earlier try of this save, which may have reused other blobs
     return manifest
 
 
-# Read each reused blob back once in a fixed number of commits, so that no blob is reused forever on its size alone.
+# Read each reused blob back once in a fixed number of commits, since a blob of the right size may be damaged.
 #
-# A listing shows a blob's existence and size, not its bytes, so a blob damaged on the target would damage every later
-# checkpoint that reuses it. An attempt begins with a restore, which verifies every byte of the checkpoint before the
-# first commit. After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses,
-# and all other reused blobs: those of an interrupted save, and those with older content that is saved again.
+# A listing shows a blob's existence and size, not its bytes, so damage to a blob on the target would spread to every
+# later checkpoint that reuses the blob. An attempt begins with a restore, which verifies every byte of the checkpoint.
+# After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses, and all other
+# reused blobs: those of an interrupted save, and those with older content that is saved again.
 
 _HASH_DIGITS = 8
 
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due. Blobs that this save or its earlier try sent are never due."""
+    """Return the reads of the reused blobs that are due. A blob that this save or its earlier try sent is never due."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index

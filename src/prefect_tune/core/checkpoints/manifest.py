@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint (its creation is the commit), verified reads of the blobs, and user metadata."""
+"""Manifests (creating one commits a checkpoint), verified reads of their blobs, and user metadata of checkpoints."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from prefect_tune.core.storage.layout import (
 from prefect_tune.core.storage.object_store import ObjectStore, create_idempotently
 from prefect_tune.core.values import Digest, StepReport, Value, hash_bytes
 
-# A directory's bytes as chunks and blobs: large files are split, small files are packed together.
+# Divide the bytes of a directory into chunks and blobs: large files are split, small files are packed together.
 #
 # Chunks are hashed, verified and deduplicated; blobs are uploaded. The split depends on file sizes alone, so the same
-# directory always gives the same blobs, and a retried upload finds the blobs of a killed upload.
+# directory always gives the same blobs, and a retried upload can use the blobs that a killed upload has written.
 
 CHUNK_BYTES = 4 * 1024 * 1024
 BLOB_BYTES = 16 * 1024 * 1024
@@ -51,7 +51,7 @@ class FileStat:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of bytes of one staged file: the file's index in the list, and the range's offset and length."""
+    """A range of bytes of a staged file: the file's index in `StagedDirectory.files`, the range's offset and length."""
 
     file: int
     offset: int
@@ -59,7 +59,7 @@ class FileRange:
 
 
 class StagedDirectory(Protocol):
-    """A staged directory, to which no process writes until the commit."""
+    """A directory that is being saved as a checkpoint; no process may write to it until the commit."""
 
     @property
     def files(self) -> Sequence[FileStat]:
@@ -73,9 +73,9 @@ class StagedDirectory(Protocol):
         """Fill `buffer` with the bytes of `piece`; raise `StagedFilesChanged` if the file has become shorter."""
 
     def require_unchanged(self) -> None:
-        """Raise `StagedFilesChanged` if a file was written, added, replaced or removed since the listing.
+        """Raise `StagedFilesChanged` if a file was written, added, replaced or removed after the files were listed.
 
-        If this raises no error, all reads saw the same state of the directory.
+        If this raises no error, all earlier reads saw the same state of the directory.
         """
 
 
@@ -87,7 +87,7 @@ def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> It
 
 
 def pack_ranges(ranges: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[FileRange, ...]]:
-    """Pack consecutive pieces into groups of at most `blob_bytes`, one group for each blob."""
+    """Pack consecutive pieces into groups of at most `blob_bytes`; each group becomes one blob."""
     group: list[FileRange] = []
     filled = 0
     for piece in ranges:
@@ -103,16 +103,16 @@ def pack_ranges(ranges: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> It
 def compute_blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     """Return the digest that names a blob: BLAKE3 over the `digest:length` lines of its chunks.
 
-    So the bytes are hashed only once, chunk by chunk, and yet the name depends on every byte.
+    The name depends on every byte, although each byte is hashed only once, for the digest of its chunk.
     """
     return hash_bytes("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]  # the range that every JSON reader and every store's offsets support
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # all JSON readers, and the offsets of all stores, support this range
 
 
 class ChunkRef(Value):
-    """A range of a file's bytes: the blob that holds it, the offset in the blob, the length and the digest."""
+    """A chunk of a file: the index of the blob that holds it, the offset in that blob, the length, and the digest."""
 
     blob: _Count
     offset: _Count
@@ -167,7 +167,7 @@ class CheckpointMetadata(Value):
 
 
 class FileLayout(Value):
-    """The files of a checkpoint, or of a node's part of it, and the blobs that hold their bytes."""
+    """The files of a checkpoint, or of a node's part of a checkpoint, and the blobs that hold the bytes."""
 
     experiment: str
     generation: Generation
@@ -210,11 +210,11 @@ class FileLayout(Value):
         return sum(file.size_bytes for file in self.files)
 
     def blob_path(self, index: int) -> str:
-        """Return the path of blob `index` from the target's root."""
+        """Return the path of blob `index`, relative to the target's root."""
         return f"{self.experiment}/{self.generation}/{self.blobs[index].path}"
 
     def blob_paths(self) -> frozenset[str]:
-        """Return the paths of all blobs from the target's root."""
+        """Return the paths of all blobs, relative to the target's root."""
         return frozenset(self.blob_path(index) for index in range(len(self.blobs)))
 
 
@@ -226,14 +226,14 @@ class Manifest(FileLayout, Document):
     metadata: CheckpointMetadata
 
 
-# Read the bytes of a manifest from the store in few requests, and verify each chunk against its digest.
+# Read from the store, in few requests, the files that a manifest lists, and verify each chunk by its digest.
 
 
 class FileSink(Protocol):
     """The destination of restored bytes, such as a new directory that becomes visible when it is complete."""
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Write verified bytes at `offset` into the file that has the number `file` in the manifest."""
+        """Write verified bytes into a file at `offset`; `file` is the index of the file in the manifest."""
 
 
 class NullSink:
@@ -254,7 +254,7 @@ class _PlacedChunk:
 
 @dataclass(frozen=True, slots=True)
 class RangeRead:
-    """One request: neighboring chunks of one blob."""
+    """One request to the store, which reads neighboring chunks of one blob."""
 
     blob: int
     chunks: tuple[_PlacedChunk, ...]
@@ -271,8 +271,8 @@ class RangeRead:
 def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
     """Yield the reads that together fetch every byte of `manifest`.
 
-    Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is at most
-    `BLOB_BYTES` long, or one chunk, so that blob sizes in a foreign manifest cannot determine the memory used here.
+    Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is never longer than
+    `BLOB_BYTES`, so a manifest from elsewhere cannot make this process use more memory by listing larger blobs.
     """
     chunks_of_blob: dict[int, list[_PlacedChunk]] = {}
     for index, file in enumerate(manifest.files):
@@ -328,12 +328,12 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
     return data
 
 
-# User metadata of a checkpoint, written after its commit as numbered versions, each created only if absent.
+# User metadata that is changed after a checkpoint's commit: numbered versions, each created only if absent.
 #
-# The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists,
-# because otherwise a slow writer could create a version with a freed number, and its change would be lost.
+# The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists. If
+# a number became free, a slow writer could create a version with this lower number, and its change would be lost.
 
-_MAX_TRIES = 1000  # a try fails only if another writer succeeds; the store's timeout ends the loop earlier
+_MAX_TRIES = 1000  # a try fails only if another writer succeeds; the store's timeout usually ends the loop first
 
 
 class _MetadataVersion(Document):
@@ -344,7 +344,7 @@ class _MetadataVersion(Document):
 
 
 def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
-    """Return `metadata` in the form that a reader of its JSON will see.
+    """Return `metadata` as its readers will get it back from JSON.
 
     Raises:
         InvalidInput: JSON cannot represent a value in `metadata` (an object, a NaN, a cycle, a lone surrogate).
@@ -359,7 +359,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return the newest metadata in `folder`, None if there is none. Raise `CheckpointCorrupt` for altered metadata."""
+    """Return the newest metadata in `folder`, None if there is none. Raise `CheckpointCorrupt` if they were altered."""
     newest = _read_newest_version(store, folder)
     return dict(newest[1].metadata) if newest else None
 
@@ -372,13 +372,13 @@ def update_metadata(
     initial: Mapping[str, object],
     write_id: str,
 ) -> dict[str, object]:
-    """Add and return a version: the result of `change` for the newest version, or for `initial` if there is none.
+    """Apply `change` to the newest metadata, or to `initial` if there is none; store the result as the next version.
 
-    If two writers race, the second change is applied to the result of the first, so no change is lost. `change` may
-    be called several times, and must be idempotent.
+    Returns the result. If two writers race, the second change is applied to the result of the first, so no change is
+    lost. `change` may be called several times, and must be idempotent.
 
     Raises:
-        CommitUnknown: in two tries, the target did not say whether it wrote.
+        CommitUnknown: in two tries, the target did not say whether it had written the version.
         StoreUnavailable: other writers were faster 1000 times.
     """
     first_error: CommitUnknown | None = None
@@ -391,11 +391,11 @@ def update_metadata(
         try:
             create_idempotently(store, document_path(folder, latest + 1), seal(revision))
         except AlreadyExists:
-            continue  # another writer was faster: apply the change to its version
+            continue  # another writer has created this version: apply the change to that writer's metadata
         except CommitUnknown as outcome:
             if first_error:
                 raise
-            first_error = outcome  # write this number again, since both writes hold the same version
+            first_error = outcome  # try again; the next round finds this `write_id` if the version was written
         else:
             return dict(revision.metadata)
     raise StoreUnavailable(f"{folder}: {_MAX_TRIES} other writers were faster; try again")

@@ -1,1 +1,1 @@
-"""The state of an experiment and its trials, computed from events, and the rules that change it."""
+"""The state of an experiment and its trials, computed from events, and the rules that change this state."""

@@ -1,16 +1,16 @@
-"""The cost of an experiment: what each second of its slots was used for, computed from its journal.
+"""The cost of an experiment: what each second of its slots was used for, computed from the journal.
 
     slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
-A run lasts from its takeover to its last sign of life, which is a freed slot, or the live status of a killed run.
+A run lasts from its takeover to its last sign of life: the last freed slot or, if the run was killed, its live status.
 An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
-begins is "start", and the time after its last entry is "ending". If an attempt recorded no end, it lasts until the last
-sign of life of its run, or until the trial's next attempt; its training after the last commit is lost. The rest of the
-slots' time is idle. If an attempt outlives its search, the time between the runs counts too.
+begins is "start", and the time after the attempt's last journal entry is "ending". An attempt without a recorded end
+lasts until its run's last sign of life, or until the trial's next attempt; what it trained after its last commit is
+lost. The rest of the slots' time is idle. If an attempt outlives its search, the time until the next run counts, too.
 
-Durations come from monotonic clocks: an attempt's phases, the seconds of a slot, and the times of a run
-(`run_clock_now`). Only the begin of an attempt that was lost or ran on another machine may come from another clock. If
-this begin is outside the slot or run, it is moved to the nearest time inside, and `is_begin_clamped` is true.
+The durations of an attempt's phases, of slots and of runs (`run_clock_now`) come from monotonic clocks. Only the begin
+of an attempt that was lost or ran on another machine can come from another clock. If this begin is outside the slot or
+run, it is moved to the nearest time inside, and `is_begin_clamped` is true.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CostCategory(StrEnum):
 
 
 _MEASURED_CATEGORIES = tuple(category for category in CostCategory if category.key in PhaseSeconds.model_fields)
-"""The categories that an attempt measures itself."""
+"""The categories whose seconds an attempt measures itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class AttemptCost:
     usage: AttemptUsage | None
     """The processor and memory usage of the attempt; None if it is running or was lost."""
     is_begin_clamped: bool = False
-    """Whether it began outside its slot or run, by another clock; then `began_at` is the nearest time inside."""
+    """Whether another clock put the attempt's begin outside its slot or run; `began_at` is the nearest time inside."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
@@ -98,11 +98,11 @@ class RunCost:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ExperimentCost:
-    """The cost of an experiment so far. Its `repr` is a sentence; a notebook adds a table of the categories."""
+    """The cost of an experiment so far. Its `repr` is a sentence; a notebook also shows a table of the categories."""
 
     runs: Sequence[RunCost]
     attempts: Sequence[AttemptCost]
-    """Grouped by trial, in the order in which the trials were added."""
+    """The costs of the attempts, grouped by trial, in the order in which the trials were added."""
     seconds: Mapping[CostCategory, float]
     """The seconds of slots in each category; their sum is `slot_seconds`."""
 
@@ -132,7 +132,7 @@ class ExperimentCost:
         return render_notebook_cell(Text([sentence]), Table(("slots", "time", "share", ""), rows))
 
     def group_attempts_by_trial(self) -> Mapping[str, Sequence[AttemptCost]]:
-        """Return the attempts by trial. Trials without attempts are left out."""
+        """Return the attempts by trial; a trial without attempts is absent."""
         attempts: dict[str, list[AttemptCost]] = {}
         for attempt in self.attempts:
             attempts.setdefault(attempt.trial, []).append(attempt)
@@ -147,7 +147,7 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
 
     Args:
         experiment: the state from its journal; running trials may have newer reports.
-        until: the time of the newest information about running trials; their attempts last until then.
+        until: the time of the newest information about running trials; their attempts count until this time.
     """
     runs = _compute_run_spans(experiment, until)
     attempts = [cost for trial in experiment.trials.values() for cost in _iter_attempt_costs(trial, runs, until)]
@@ -172,7 +172,7 @@ class _RunSpan:
 
 
 def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_RunSpan]:
-    """Return the runs; each lasts at least until the last journaled event of its attempts."""
+    """Return the spans of the runs; a run lasts at least until the last journaled event of its attempts."""
     times = ((run, parse_time(run.began_at), parse_time(run.ended_at or run.began_at)) for run in experiment.runs)
     runs = [
         _RunSpan(run.term, begin, end, run.slots) for run, begin, end in times if begin is not None and end is not None
@@ -181,7 +181,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
         for record in trial.attempt_records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # a freed slot has already extended its run
+                continue  # the freed slot has already extended its run
             index = _find_run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:
@@ -191,15 +191,15 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
 
 
 def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run with the attempt's term; if there is none, the index of the run at `began`."""
+    """Return the index of the run with the attempt's term; if none has it, of the last run before `began`."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
 
 def _clamp_begin(runs: Sequence[_RunSpan], index: int, began: datetime) -> datetime:
-    """Return `began`, moved so that it is not before the attempt's run began, and not after the next run began.
+    """Return `began`, moved into the attempt's run: not before the run began, and not after the next run began.
 
-    The times may come from different clocks. An attempt of the user's own flow has no slot, and keeps its time.
+    The times may come from different clocks. An attempt of the user's own flow has no slot, so its time is not moved.
     """
     run, following = runs[index], next(iter(runs[index + 1 :]), None)
     if run.slots is None:
@@ -223,7 +223,7 @@ def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime)
         if slot_at is not None and not outlives_run:
             first = slot_at
         elif slot_at is not None and record.usage is not None:
-            # The slot belongs to the last run, but the attempt measured its whole time: count back from the slot's end.
+            # The slot belongs to the last run only, but the attempt measured all its time: count back from the end.
             first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
             first = _clamp_begin(runs, _find_run_index(runs, record, began), began) if runs else began
@@ -261,7 +261,7 @@ def _compute_slot_end(
         return measured_end
     run = runs[_find_run_index(runs, record, began or first)]
     if run.slots is None:
-        return measured_end  # an attempt of the user's own flow has no slot
+        return measured_end  # an attempt of the user's own flow, without a slot
     is_same_run = following is not None and following.term == record.term
     next_began = parse_time(following.began_at or "") if following is not None and is_same_run else None
     return max(measured_end, min(run.end, next_began or run.end))
@@ -270,12 +270,12 @@ def _compute_slot_end(
 def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[CostCategory, float]:
-    """Return the seconds in a slot by category: measured seconds, `seconds_before` as start, the rest by likely use."""
+    """Return the seconds in a slot by category: what was measured, `seconds_before` as start, a guess for the rest."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[CostCategory.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # set by a commit; without a commit, the end of the start is unknown
+    has_trained = record.seconds.start > 0  # a commit sets it: until then it is unknown when training began
     if record.usage is not None:
         rest_category = CostCategory.ENDING
     elif not has_trained:
@@ -287,7 +287,7 @@ def _categorize_seconds(
         seconds[CostCategory.TRAINING] -= seconds[CostCategory.LOST]
     if rest >= 0:
         return seconds | {rest_category: seconds[rest_category] + rest}
-    measured_seconds = sum(seconds.values())  # more than the slot had: clocks differ, or the slot was freed early
+    measured_seconds = sum(seconds.values())  # exceeds `held_seconds` if clocks differ or the slot was freed early
     return {category: value * held_seconds / measured_seconds for category, value in seconds.items()}
 
 

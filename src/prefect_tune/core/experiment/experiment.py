@@ -139,9 +139,9 @@ class Experiment(Value):
     is_being_deleted: bool = False
     """Whether the deletion of the experiment has started."""
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
-    """The experiments from which its search warm-starts, each with the number of the entry that holds its trials."""
+    """The experiments from which the search warm-starts; for each, the number of the entry that copied its trials."""
     warm_start_locations: tuple[str, ...] = ()
-    """The locations of `warm_starts` for events and assets, without duplicates, in the order of their entries."""
+    """The locations of `warm_starts`, which events and assets name; without duplicates, in the order of the entries."""
     stop_requests: tuple[str, ...] = ()
     """The write ids of the journaled stop requests, in order: the first is request 1."""
     pending_stops: Mapping[str, AnyReason] = Field(default_factory=dict)
@@ -174,7 +174,7 @@ class Experiment(Value):
 
 
 def make_empty_experiment(journal: JournalKey) -> Experiment:
-    """Return the experiment of an empty journal; a new experiment starts from it."""
+    """Return the state of an experiment whose journal is still empty."""
     return Experiment(key=journal)
 
 
@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last entry, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # write access alone must not let anyone end another user's trial
+    if entry.writer == "non-owner":  # otherwise, write access would let anyone end another user's trial
         misplaced = [
             event.type
             for event in entry.events
@@ -227,7 +227,7 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case OwnerChanged():
             return _apply_owner_change(experiment, event, number)
         case CheckpointsAdopted():
-            # From now on, unjournaled saves of attempts that ended with the last owner cannot become checkpoints.
+            # From now on, unjournaled saves of attempts that ended with the previous owner cannot become checkpoints.
             for name in {**event.checkpoints, **event.last_known_steps}:
                 experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
             runs = extend_previous_run(experiment.runs, event.last_seen_at)
@@ -300,7 +300,7 @@ def _apply_stop_request(experiment: Experiment, event: StopRequested) -> Experim
 
 
 def _apply_trial_event(experiment: Experiment, event: AnyTrialEvent, writer: Writer) -> Experiment:
-    """Apply an event to its trial, and add the event that a resume replays to the search and the scheduler."""
+    """Apply an event to its trial, and record the event if a resume must replay it to the search and the scheduler."""
     before = _require_trial(experiment, event.trial)
     trial, changes = apply_trial_event(before, event, writer), dict[str, object]()
     match event:
@@ -368,7 +368,7 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced, and with each of its clones listed in the trial that was cloned.
+    """Return the trials with `trial` replaced, and with its clones listed in the trials whose checkpoints they copy.
 
     Raises:
         IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so the bytes may have been deleted.

@@ -92,7 +92,7 @@ def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> F
 
 
 def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
-    """Return why the error of `trial` ends the experiment with these `trials`; None if the experiment continues."""
+    """Return why the error of `trial` ends the experiment, which has these `trials`; None if the experiment goes on."""
     if fail_fast:
         return make_reason("fail-fast", trial=trial.id, error=summarize_error(trial.end_reason))
     return repeated_error_reason(trials) if fail_fast is None else None
@@ -104,7 +104,7 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     None if a trial has reported a second step or completed, or if an error differs. None also while a trial that began
     before the third error still trains its first step.
     """
-    from prefect_tune.core.experiment.trial_transitions import Phase  # late, so that flows import no journal
+    from prefect_tune.core.experiment.trial_transitions import Phase  # imported late, so that flows import no journal
 
     started = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in started if trial.phase is Phase.ERRORED]
@@ -128,7 +128,7 @@ def _last_activity_time(trial: Trial) -> datetime:
 def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether a waiting trial has had more machine failures than `policy` allows.
 
-    This happens if the last run ended before it ended the trial, for example because the target was unavailable.
+    This happens if the last run ended before it could end the trial, for example because the target was unavailable.
     """
     return trial.cause is Cause.MACHINE and _no_retry_reason(trial, Cause.MACHINE, policy) is not None
 

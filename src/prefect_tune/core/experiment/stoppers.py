@@ -43,7 +43,7 @@ class Stopper(NamedOptions, RenamedMembers, ABC):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the stopper needs more than the last report; if no stopper does, a resume reads less."""
+        """Whether the stopper needs more than the last report; if no stopper does, a resume reads fewer reports."""
         return True
 
     @property
@@ -56,7 +56,7 @@ class Stopper(NamedOptions, RenamedMembers, ABC):
         """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
-        """Return a stopper that stops as soon as one of the two does; `other` may also be limits or a function."""
+        """Return a stopper that stops as soon as one of the two does; `other` can also be limits or a function."""
         return AnyOf((self, as_stopper(other)))
 
 
@@ -233,7 +233,7 @@ def _parse_limit(name: object, limit: object) -> tuple[str, float]:
 
 
 def trial_stop_reason(stopper: Stopper, reports: Sequence[StepReport]) -> AnyReason | None:
-    """Return why a trial stops after the last of its `reports`; None to continue. Raises like the stopper."""
+    """Return why a trial stops after the last of its `reports`; None to continue. Raises the stopper's errors."""
     if reports[-1].metrics.get("done") is True:
         return make_reason("done-reported")
     return stopper.stop_reason(reports)
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(RenamedMembers, ABC):
-    """The state of an experiment's stopper. A running search and a replay make the same calls. Each call takes O(1)."""
+    """The state of an experiment's stopper. A running search and a replay make the same calls. Calls must be fast."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -336,7 +336,7 @@ class StopperState(RenamedMembers, ABC):
 
 
 class ExperimentStopper(Stopper):
-    """Stops an experiment. The stopper is frozen; `begin` returns a `StopperState` with the state of one experiment."""
+    """Stops an experiment. The stopper itself has no state; `begin` returns a `StopperState` for one experiment."""
 
     @property
     def needs_history(self) -> bool:
@@ -536,14 +536,14 @@ class _ExperimentPlateauState(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """The number of consecutive finished trials after which the best losses were about equal."""
+    """The number of finished trials in a row, up to the newest, after which the best losses were about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:
             self.sorted_losses.remove(loss)
 
     def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import compute_losses  # late, so that flows import no journal
+        from prefect_tune.core.experiment.summary import compute_losses  # here, so that flows do not load the journal
 
         losses = compute_losses(report.metrics, self.objective) if report and not failed else None
         if losses is None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 # Rank trials by their last report, or by other reports if the caller passes a scope.
 #
-# The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. The best of all
-# reports favours noisy and long trials, may have no checkpoint, and requires the learning curves. Retention also
-# uses `rank_checkpoints`, which ranks each checkpoint by the report that was saved with the checkpoint.
+# The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. A comparison by the
+# best of all reports would favour noisy and long trials, and require the learning curves; the best report may have no
+# checkpoint. Retention also uses `rank_checkpoints`, which ranks checkpoints by the reports that were saved with them.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
 """In Ray Tune's words, the reports by which trials are compared: the last one, the best of all, or a mean."""
@@ -72,7 +72,7 @@ def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losse
 def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
     """Return the trials whose last reports are comparable, best first; equal trials keep their order.
 
-    A trial that inherits its last report comes after equal trials that do not. Without an objective, the list is empty.
+    A trial that has its last report from a clone comes after equal trials. Without an objective, the list is empty.
     """
     if objective is None:
         return []
@@ -93,7 +93,7 @@ def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective)
 def find_pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
     """Return the Pareto front, the items that no other item dominates, sorted by the first metric, best first.
 
-    An item dominates another if it is as good in every metric, and better in one. So equal items are all on the front.
+    An item dominates another if it is as good in every metric, and better in one. So no item dominates an equal one.
     """
     optimal: list[tuple[_Item, Losses]] = []
     for item, losses in sort_by_losses(scores):  # all items that dominate this one come earlier
@@ -198,12 +198,12 @@ _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def may_have_several_trials(state: Experiment) -> bool:
-    """Return whether `state` may have several trials; an experiment of `durable_trainable` has one, and no settings."""
+    """Return whether `state` can have several trials; a training of `durable_trainable` has one, and no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
 def get_experiment_kind(state: Experiment) -> str:
-    """Return "search" or "training"; the trials in a user's own flow are a training."""
+    """Return "search" or "training"; an experiment whose trials run in a user's own flow is a training."""
     was_proposed = any(trial.proposed_by_search for trial in state.trials.values())
     return "search" if state.settings or was_proposed else "training"
 
@@ -260,7 +260,7 @@ def _mask_text(value: object) -> object:
 
 
 def sort_trials(trials: Sequence[Trial], objective: Objective | None) -> Sequence[Trial]:
-    """Return the trials by their last reports, best first; trials that cannot be compared come last."""
+    """Return the trials, sorted by their last reports, best first; trials that cannot be compared come last."""
     comparable = {trial.id: trial for trial, _ in rank_trials(trials, objective)}
     return [*comparable.values(), *(trial for trial in trials if trial.id not in comparable)]
 

@@ -69,7 +69,7 @@ class Status(StrEnum):
     """The status of a trial, in the order of tables and counts."""
 
     COMPLETED = "completed"
-    """It met its stop criterion, trained all steps of the scheduler, or its trainable returned."""
+    """It met its stop criterion or trained all steps of the scheduler, or its trainable returned."""
     PRUNED = "pruned"
     """The scheduler ended it early."""
     INTERRUPTED = "interrupted"
@@ -80,7 +80,7 @@ class Status(StrEnum):
     RUNNING = "running"
     """It is training."""
     PAUSED = "paused"
-    """The scheduler gave its slot to another trial, and may resume it."""
+    """It gave up its slot; the scheduler may resume it."""
     PENDING = "pending"
     """It waits for a slot."""
 
@@ -152,7 +152,7 @@ class Trial(RenamedMembers, Value):
     next_sequence: int = 1
     """The sequence of the next save; each save, attempt, and event that invalidates running saves increments it."""
     adopted_up_to: int = 1
-    """A manifest with a lower sequence that the journal does not name is abandoned, and never becomes a checkpoint."""
+    """If a manifest with a lower sequence is not journaled, it is abandoned, and never becomes a checkpoint."""
     collected_up_to: int = 0
     """The first sequence after the last retirement; earlier blobs are reusable only while a checkpoint names them."""
     clones: tuple[Clone, ...] = ()
@@ -162,7 +162,7 @@ class Trial(RenamedMembers, Value):
     machine_failures: int = 0
     """Failures of the machine since the last commit."""
     consecutive_start_failures: int = 0
-    """The number of consecutive attempts from the same checkpoint (or none) that crashed before their first step."""
+    """The number of attempts in a row, with the same checkpoint or none, that crashed before their first step."""
     quarantined_since_commit: int = 0
     """The number of checkpoints quarantined since the last commit because they crashed the trainable."""
     restored_sequence: int | None = None
@@ -176,7 +176,7 @@ class Trial(RenamedMembers, Value):
     last_known_step: int | None = None
     """The last step that the attempt of a vanished owner is known to have trained; for `recomputed_steps`."""
     last_known_seconds: float = 0.0
-    """The training time up to that step; 0 if unknown. Only the cost depends on it."""
+    """The training time up to `last_known_step`; 0 if unknown. Only the cost depends on this time."""
     is_owner_lost: bool = False
     """Whether the owner of its last attempt vanished."""
     end_reason: AnyReason = ""
@@ -200,7 +200,7 @@ class Trial(RenamedMembers, Value):
     pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
     policy_events: tuple[ReplayEvent, ...] = ()
-    """The events that a resume replays to search and scheduler, oldest first."""
+    """The events that a resume replays to the search and the scheduler, oldest first."""
     attempt_records: tuple[AttemptRecord, ...] = ()
     """The time and resources of each attempt, oldest first; see `cost.compute_cost`."""
 
@@ -225,7 +225,7 @@ class Trial(RenamedMembers, Value):
 
     @property
     def has_inherited_report(self) -> bool:
-        """Whether the last report is that of a cloned checkpoint, because the trial has not reported since then."""
+        """Whether the last report is that of a cloned checkpoint, since the trial has not reported after the clone."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.last_clone_sequence, self.step)
 
@@ -307,7 +307,7 @@ def is_live_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
 
 
 def is_quarantined_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is a quarantined checkpoint of `trial` that can be reinstated, or the origin of one."""
+    """Return whether `key` is one of `trial.quarantined_checkpoints`, or the origin of a clone among these."""
     return any(_is_stored_as(trial, quarantined.checkpoint, key) for quarantined in trial.quarantined_checkpoints)
 
 
@@ -336,7 +336,7 @@ def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
 def parent_of_next_save(folder: TrialKey, trial: Trial) -> CheckpointKey | None:
     """Return the newest checkpoint, whose bytes the next save may reuse; None if there is none.
 
-    None also if it predates a quarantine, because it may share blobs with the quarantined checkpoint.
+    Also None if the newest checkpoint predates a quarantine: it may share the quarantined checkpoint's damaged blobs.
     """
     newest = newest_checkpoint_key(folder, trial)
     return None if newest is None or predates_quarantine(trial, newest.sequence) else newest
@@ -356,10 +356,10 @@ def min_reusable_sequence(trial: Trial) -> int:
 
 
 def can_commit_save(trial: Trial, sequence: int) -> bool:
-    """Return whether the save with this sequence may still become a checkpoint of `trial`.
+    """Return whether the save with this sequence can still become a checkpoint of `trial`.
 
-    False if the save began before the last retirement, since blobs that it reuses may have been deleted. False also if
-    its sequence is not above all journaled ones, or is of an earlier attempt, since the trial went on without the save.
+    False if the save began before the last retirement, since blobs that it reuses may have been deleted. Also False if
+    this or a later save is journaled, or if the save is of an earlier attempt: the trial has continued without it.
     """
     last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined_sequences), default=0)
     return sequence > last_sequence and sequence >= max(trial.adopted_up_to, trial.collected_up_to)
@@ -367,7 +367,7 @@ def can_commit_save(trial: Trial, sequence: int) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- transitions
 
-# Phases change only by this table. Other events do not change the phase.
+# All changes of phase. Events of other types do not change the phase.
 NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase] = {
     (Phase.PENDING, AttemptStarted): Phase.RUNNING,
     (Phase.RUNNING, AttemptEnded): Phase.PENDING,
@@ -383,11 +383,11 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     (Phase.RUNNING, TrialPaused): Phase.PAUSED,
     (Phase.PAUSED, TrialResumed): Phase.PENDING,
     (Phase.PAUSED, TrialFinished): Phase.FINISHED,
-    # The scheduler decides on a milestone reported before the attempt ended, or lets the trial continue at once.
+    # A decision can follow the end of the attempt that reported the milestone; a trial can also resume without a pause.
     (Phase.PENDING, TrialPaused): Phase.PAUSED,
     (Phase.PENDING, TrialResumed): Phase.PENDING,
     (Phase.RUNNING, TrialResumed): Phase.RUNNING,
-    # No process trains the trial of a fork.
+    # In a new fork, no process trains the trial.
     (Phase.RUNNING, ExperimentForked): Phase.PENDING,
 }
 _PHASE_CHANGING_EVENTS = frozenset(event for _, event in NEXT_PHASE)
@@ -467,7 +467,7 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     """Return the trial of a fork. On the target, the fork has only the checkpoints in `forked`, and clones of them.
 
-    The sequences continue. As after a retirement, saves that began in the origin are never committed in the fork.
+    The fork continues the sequences. As after a retirement, it never commits a save that began in the original.
     """
     return trial.model_copy(
         update={
@@ -487,9 +487,9 @@ def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
 
 
 def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
-    """Start the next attempt. A trial that has a checkpoint never starts without one."""
+    """Start the next attempt. If the trial has checkpoints, the attempt must start from a checkpoint."""
     recent = (item.checkpoint for item in trial.quarantined_checkpoints if item.since > trial.collected_up_to)
-    candidates = (*trial.checkpoints, *recent)  # a non-owner may just have quarantined the restored checkpoint
+    candidates = (*trial.checkpoints, *recent)  # the restored checkpoint may have been quarantined meanwhile
     start = next((ref for ref in candidates if ref.sequence == event.from_sequence), None)
     is_fresh = start is None and event.from_sequence is None and not trial.checkpoints
     if event.from_step != (start.step if start else 0) or not (start or is_fresh):
@@ -505,7 +505,7 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
     recomputed_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
     is_same_start = event.from_sequence == trial.restored_sequence
     records, beginning = trial.attempt_records, {"attempt": event.attempt, "began_at": event.at}
-    if records and records[-1].attempt == event.attempt:  # the attempt already has a slot
+    if records and records[-1].attempt == event.attempt:  # `SlotFreed` has added the record
         records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
         if records and recomputed_steps:
@@ -586,7 +586,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
-            # The blobs may be damaged, so later saves must not reuse them. A running save of the owner becomes invalid.
+            # Later saves must not reuse the blobs, which may be damaged. A quarantine by the owner ends running saves.
             limit = trial.next_sequence + 1
             changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
             if writer == "owner" and not event.by_non_owner:
@@ -600,8 +600,8 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
     If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
-    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of this, so it retires
-    no checkpoint. The trial's next attempt can retire checkpoints again, since its restore has verified a checkpoint.
+    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of the quarantine, so
+    its commits retire nothing; those of the next attempt do, since that attempt has verified a checkpoint at its start.
     """
     sequence = event.checkpoint.sequence
     committed = _add_saved_checkpoint(trial, event.checkpoint, event.seconds)
@@ -650,13 +650,13 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"checkpoints {list(trial.quarantined_sequences)}, the last retirement ({trial.collected_up_to}) and "
             f"earlier attempts ({trial.adopted_up_to})"
         )
-    # `next_sequence` may already be higher, since the supervisor that saved may not know the newest limits.
+    # `next_sequence` may already be higher: a supervisor with an older state has chosen the save's sequence.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
     return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "next_sequence": next_sequence})
 
 
 def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
-    """Retire live and quarantined checkpoints (the latter for good); `limit` is the first sequence of later saves."""
+    """Retire live or quarantined checkpoints, irreversibly; `limit` is the first sequence of later saves."""
     quarantined = trial.quarantined_checkpoints
     unlisted = {item.checkpoint.sequence for item in quarantined} & set(sequences)
     return trial.model_copy(
@@ -685,7 +685,7 @@ def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since
 
 
 def _reinstate_checkpoint(trial: Trial, sequence: int) -> Trial:
-    """Reinsert a quarantined checkpoint in order; if it is the newest, the next attempt starts from it."""
+    """Insert a quarantined checkpoint again, in order. If it is then the newest, the next attempt starts from it."""
     quarantined = trial.quarantined_checkpoints
     refs = [item.checkpoint for item in quarantined if item.checkpoint.sequence == sequence]
     return trial.model_copy(

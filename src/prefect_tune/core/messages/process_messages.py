@@ -27,7 +27,7 @@ class ProcessEnvironment(Value):
 FORK_REQUEST, IMPORT_REQUEST = b"fork", b"import"
 """Requests to a fork server: fork a process for a trial, or fork a template, which then imports a trainable."""
 TEMPLATE_READY = "ready"
-"""The reply of a template that can be forked; any other reply says why it cannot be forked."""
+"""The reply of a template that can be forked; any other reply says why the template cannot be forked."""
 
 
 class ImportRequest(Value):
@@ -63,7 +63,7 @@ class Start(Value):
     trial: str
     attempt: int
     trainable: str
-    """`module:name`, or, in hexadecimal, a pickle that the supervisor itself has just created."""
+    """`module:name`, or a pickle in hexadecimal, which the supervisor itself has just created."""
     stopper: str
     """In the form of `trainable`."""
     import_path: tuple[PathName, ...]
@@ -84,7 +84,7 @@ class Start(Value):
     saves_first: bool = False
     """Whether a class trainable saves at `milestone` before it waits for the decision."""
     reusable: bool = True
-    """Whether the process may wait for another trial after this one, if its trainable supports reuse."""
+    """Whether the process waits for another trial after this one if the trainable supports reuse."""
     rank: RankInfo = Field(default_factory=RankInfo)
     metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class SaveFailed(Value):
 
 
 class CheckpointAndStop(Value):
-    """Ends the trial's attempt as soon as its state is saved, because the whole run stops."""
+    """Asks the trial to save its state and then to end the attempt, because the whole run stops."""
 
     type: Literal["checkpoint-and-stop"] = "checkpoint-and-stop"
 
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Ends the attempt now, also for a pause or an exploit. Sent as the decision at a milestone, or at any time."""
+    """Ends the attempt now, even if the trial continues later. Sent as the decision at a milestone, or at any time."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -149,7 +149,7 @@ class StopTrial(Value):
 
 
 class StartReceived(Value):
-    """The process has begun the attempt. From now on, its time counts as the trainable's time, the import included."""
+    """The process has begun the attempt. From now on, its time counts as the trainable's time, including the import."""
 
     type: Literal["start-received"] = "start-received"
 
@@ -164,7 +164,7 @@ class TrainableLoaded(Value):
 
 
 class StepDone(Value):
-    """A step was trained. If `checkpoint` is given, its directory is to be committed as the step's checkpoint."""
+    """A step was trained. If `checkpoint` is set, the supervisor commits this directory as the step's checkpoint."""
 
     type: Literal["step-done"] = "step-done"
     report: StepReport
@@ -176,13 +176,13 @@ class StepDone(Value):
     awaits_decision: bool = False
     """Whether the trial waits for the decision whether to continue."""
     finish_reason: AnyReason | None = None
-    """Why the trial finishes with this step, if no decision is needed; journaled together with the checkpoint."""
+    """The reason, if the trial finishes with this step and needs no decision; journaled with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
 
 
 class CheckpointPart(Value):
-    """The part that a rank other than rank 0 adds to a step's checkpoint; `pt.report` sends one for each step."""
+    """The part that a rank other than rank 0 adds to a step's checkpoint. `pt.report` sends this for each step."""
 
     type: Literal["checkpoint-part"] = "checkpoint-part"
     step: int
@@ -203,7 +203,7 @@ class RankMetrics(Value):
 
 
 class MeanMetrics(Value):
-    """The mean metrics of a step; sent to rank 0, which waits for them, once all ranks have reported."""
+    """The mean metrics of a step. Rank 0 waits for this message, which is sent once all ranks have reported."""
 
     type: Literal["mean-metrics"] = "mean-metrics"
     step: int
@@ -225,7 +225,7 @@ class TrainingEnded(Value):
     raised: bool = False
     """Whether the trainable raised an exception."""
     raised_after_end: bool = False
-    """Whether the trainable raised it after this process had ended the trial."""
+    """Whether the trainable raised the exception after this process had ended the trial."""
     awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
@@ -243,7 +243,7 @@ class RankCommand(Value):
     type: Literal["rank-command"] = "rank-command"
     step: int
     save: bool = False
-    """Whether the ranks save now, then wait for another command, which closes the step; `pt.report` ignores it."""
+    """Whether ranks save now, then wait for the command that closes the step; ranks in `pt.report` ignore this flag."""
     stop: bool = False
     """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
     outcome: AnyOutcome | None = None

@@ -53,7 +53,7 @@ class TrialAnswer(Document):
 def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
     """Answer an attempt that waits at `step`. The first answer counts, because it was journaled before it was written.
 
-    If no owner runs to journal an answer, another process may tell the attempt to stop, at step `UNSOLICITED_STEP`.
+    If there is no owner to journal an answer, another process can write a stop as the answer to `UNSOLICITED_STEP`.
     """
     with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
         create_idempotently(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
@@ -94,8 +94,8 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 #
 # The owner looks only for the request after the last journaled request, so that a poll costs one read. It journals the
 # write id of a request, then acts on the request, and then deletes the object. The requesting process looks for its
-# write id in the journal. If the journal has another id for the number of its request, the request is lost: the number
-# belonged to a deleted request, and the owner does not read that number again.
+# write id in the journal. If the journal has another id under the number of its request, the request is lost, because
+# the number belonged to a request that is now deleted, and the owner does not read a number twice.
 
 
 class StopRequest(Document):
@@ -107,7 +107,7 @@ class StopRequest(Document):
     at: str
     reason: AnyReason
     term: int
-    """The term of the owner that is to save and end; a later owner refuses the request. Not used for a trial."""
+    """The term of the owner that is to save and end; a later owner refuses the request. Ignored if `trial` is set."""
     trial: TrialId | None = None
     """The trial to stop; None for the whole experiment."""
     unreadable: bool = False
@@ -115,9 +115,9 @@ class StopRequest(Document):
 
 
 def write_stop_request(store: ObjectStore, experiment: Experiment, request: StopRequest) -> int:
-    """Write `request` for the owner of the experiment with the state `experiment`; return the number of the request.
+    """Write `request` for the present owner of the experiment; return the number of the request.
 
-    A repeated call with the same write id has no effect. Raises CommitUnknown if it is unknown whether it was written.
+    A repeated call with the same write id has no effect. Raises CommitUnknown if the request may or may not exist.
     """
     number = len(experiment.stop_requests) + 1
     while True:
@@ -196,7 +196,7 @@ class LiveStatus(Document):
     version: Literal[2] = 2
     term: int
     owner: Owner | None
-    """The owner that wrote the status; a deleted experiment of the same name may have had another in this term."""
+    """The owner that wrote the status; in a deleted experiment of the same name, this term may have another owner."""
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
@@ -228,11 +228,11 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, and delete the owner's previous status, or, with its first status, those of earlier owners.
+    """Write `status`, then delete the owner's previous status; after the first, delete the statuses of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
-        StoreUnavailable, StoreRefused, CommitUnknown: the target failed. Do not retry: the next status replaces this.
+        StoreUnavailable, StoreRefused, CommitUnknown: the target failed. Do not retry, because another status follows.
     """
     path = key.live_status_path(status.term, status.number)
     store.put(path, seal(status))
@@ -279,7 +279,7 @@ def _has_running_trial(experiment: Experiment) -> bool:
 
 
 def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
-    """Return the last reports from the live status of an earlier owner. This sends two requests if a trial runs."""
+    """Return the last reports from an earlier owner's live status. This takes two requests if a trial runs."""
     live = read_newest_live_status(store, experiment.key) if _has_running_trial(experiment) else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
@@ -287,7 +287,7 @@ def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownRe
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return an experiment's view; its last entry is from `written_at`. This sends two requests if a trial runs."""
+    """Return a view of an experiment whose last entry is from `written_at`. This takes two requests if a trial runs."""
     live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
@@ -356,7 +356,7 @@ class ToRank(Value):
 
 
 class FromRank(Value):
-    """A message from one rank. If it is a part, the part's directory stays on the rank's node."""
+    """A message from one rank. If the message is a `CheckpointPart`, the part's directory stays on the rank's node."""
 
     type: Literal["from-rank"] = "from-rank"
     rank: int
@@ -389,7 +389,7 @@ class NodeStopping(Value):
 
 
 class NodeAlive(Value):
-    """A heartbeat; a node sends it if it has sent nothing else for a while."""
+    """A heartbeat, which a node sends if it has sent no other message for a while."""
 
     type: Literal["node-alive"] = "node-alive"
 
@@ -423,7 +423,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt and its address; None if the attempt is below `at_least`, or the address unreadable."""
+    """Return the newest attempt and its address; None if the attempt is below `at_least`, or no address is readable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:

@@ -7,8 +7,8 @@ owner. Then the deletion ends the generation (see `generations`): the name is fr
 are garbage, which maintenance or a later deletion of the same name may collect, too. An attempt on another machine
 fails at its next post, because the first entry is missing. No other experiment refers to the deleted objects.
 
-A deletion is bound to the generation that it found. If it is paused, another process may finish it, and the name may be
-used again. The paused process then finds the next marker, or no first entry, and deletes only garbage.
+A deletion is bound to the generation that it found. If its process hangs, another process may finish the deletion, and
+the name may be used again. The first process then finds the next marker, or no first entry, and deletes only garbage.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
         writers = _list_other_writers(store, state, owner)
         end_generation(store, experiment, at=stamp.at, by=str(owner), writers=writers)
     deleted = 0
-    for _ in range(_MAX_ROUNDS):  # superseded processes may write meanwhile
+    for _ in range(_MAX_ROUNDS):  # again, since superseded processes may still write
         if not (deleted_objects := delete_earlier_objects(store, experiment.experiment, experiment.generation + 1)):
             return deleted
         deleted += len(deleted_objects)
@@ -64,7 +64,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
 def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey | None:
     """Return the generation that a deletion of the name would delete; None if there is nothing to delete.
 
-    This is the current generation if it has entries; otherwise the previous one, if objects of earlier ones are left.
+    This is the current generation if it has entries, or else the previous one if earlier generations left objects.
 
     Raises:
         UnknownVersion: see `find_current_journal`.
@@ -81,7 +81,7 @@ def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Seq
     """Return the identities of all owners that the experiment has had, except the flow run or process of `by`."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an old entry, which a snapshot replaces, is damaged: delete without the other writers
+    except JournalCorrupt:  # a damaged old entry, which a snapshot replaces: the marker then names no other writer
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

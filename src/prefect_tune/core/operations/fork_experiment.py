@@ -2,12 +2,12 @@
 
     first entry, names the origin ──► blobs ──► seen in the fork ──► manifests ──► entry: old events, `ExperimentForked`
 
-A fork begins with the state of the origin after that entry. The origin is only read, so it may be running. If the
+A fork begins with the state of the origin after the chosen entry. The origin is only read, so it may be running. If the
 target can copy objects, no bytes pass through this machine. Manifests keep their step and sequence, and clones stay
 clones within the fork. Once the fork is complete, neither experiment needs the other.
 
-A later entry, with all events of the origin, completes the fork. An incomplete fork cannot be used. To complete it,
-fork again with the same name; then only missing objects are copied.
+An entry with all events of the origin up to that point completes the fork. An incomplete fork cannot be used. To
+complete it, fork again with the same name; then only missing objects are copied.
 
 Never create a manifest before all its blobs, or the entry that completes the fork before all manifests.
 """
@@ -80,7 +80,7 @@ class ForkResult:
 
 
 def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | None) -> ForkPoint:
-    """Return the state and events of `experiment` up to entry `number`, or up to its last entry if this is None.
+    """Return the state and events of `experiment` up to entry `number`, or up to the last if `number` is None.
 
     Raises:
         InvalidInput: the entry does not exist, or the experiment is being deleted, incomplete, or not a search.
@@ -99,10 +99,10 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # the fork's owner repeats the event
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # the fork's owner writes it again
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
-                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # a time of the origin's run
+                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # it is about the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
                     pass  # a stop request that had no effect yet concerns only the origin
                 case _:
@@ -117,7 +117,7 @@ def find_lost_checkpoints(store: ObjectStore, point: ForkPoint) -> Mapping[str, 
 
 
 def _list_used_keys(state: Experiment, current: Experiment) -> Sequence[CheckpointKey]:
-    """Return the keys of the checkpoints of `state` that `current` still uses; a clone has the cloned one's key."""
+    """Return the keys of the checkpoints of `state` that `current` still uses; a clone has the key of its original."""
     trials = state.trials.values()
     live = (state.trial_key(trial.id).checkpoint_key(ref) for trial in trials for ref in trial.checkpoints)
     keys_with_trial = ((key, current.trial(key.trial.trial)) for key in dict.fromkeys(live))
@@ -189,7 +189,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
 
     def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
-        """Return `key`, and its manifest with the newest metadata; None as manifest if one is deleted or damaged."""
+        """Return `key`, and its manifest with the newest metadata, or None if either is deleted or damaged."""
         try:
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):

@@ -1,4 +1,4 @@
-"""Read checkpoints back to find damage, all of them or a share each day; quarantine and reinstate checkpoints."""
+"""Read all checkpoints back, or a share of them each day, to find damage; quarantine and reinstate checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 #
 # A journal's owner quarantines a checkpoint if it finds damage during a restore. Any other process that finds damage
 # writes an entry to the journal as a non-owner, so the owner stays the owner. From then on, the owner does not restore
-# the checkpoint, and does not reuse its blobs, or blobs of older checkpoints, which may be the same. The alternatives
+# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. The alternatives
 # are worse: a request would need a running owner, and a separate document would be a second source of truth.
 #
 # A key names a manifest. Several trials may use the same key: the trial that saved the checkpoint, and the trials that
@@ -77,7 +77,7 @@ def reinstate_in_journal(
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return the keys whose checkpoints are live now.
 
-    The caller has verified the checkpoints. A trial's next attempt starts from the trial's newest checkpoint, which may
+    The caller must have verified them. A trial's next attempt starts from the trial's newest checkpoint, which may then
     be a reinstated one. Raises the same errors as `quarantine_in_journal`.
     """
 
@@ -164,7 +164,7 @@ def inspect_checkpoints(
 
     Checkpoints of a trial share blobs, so a damaged blob often damages several checkpoints. The limits `max_bytes` and
     `has_time` apply only to the share, of which at least one checkpoint is read. A checkpoint that is retired during
-    the read does not count as damaged. If an object cannot be read, this is reported, and the others are still read.
+    the read does not count as damaged. If an object cannot be read, report it, and continue with the other objects.
 
     Raises:
         StoreUnavailable, StoreRefused: the whole target cannot be read.

@@ -1,15 +1,15 @@
 """Collect the garbage of trials: the bytes of retired checkpoints, remains of interrupted saves, old messages.
 
-There is no grace period, and no reachable object is deleted. An object may be deleted once a later entry of the journal
-has a barrier for the object's trial; each retirement is a barrier (see `is_deletable_checkpoint`). No name is written
-twice, so a late deletion by a process or request that was believed dead or lost cannot delete a newer object.
+There is no grace period, and no reachable object is deleted. An unreachable object may be deleted once a barrier of
+its trial is journaled after the object's save began; each retirement is a barrier (see `is_deletable_checkpoint`). No
+name is written twice, so a late deletion, by a process or request that seemed lost, cannot delete a newer object.
 
 - **The owner** writes retirements, which are barriers, and deletes the retired checkpoints (`delete_retired_objects`).
 - **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While no attempt of a
-  trial may save, the non-owner may write a barrier (`CheckpointsRetired`). Entries have one order, so a process that
-  starts the trial again writes after the barrier. An attempt with an open outbox may save at any time, and writes its
+  trial can save, a non-owner is allowed to write a barrier (`CheckpointsRetired`). The journal orders all entries, so
+  the trial's next attempt starts after the barrier. An attempt with an open outbox can save at any time, and writes its
   own barriers. On a target that supports only one writer, non-owners write no entries. They delete only the objects
-  that need no new barrier, and `TrialGarbage.kept_reason` says why the others stay.
+  that need no new barrier, and `TrialGarbage.kept_reason` says why other objects stay.
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
@@ -77,7 +77,7 @@ def delete_retired_objects(
         except CheckpointNotFound:
             return key, None  # deleted already
         except CheckpointCorrupt:
-            return key, frozenset()  # retired, so its manifest is not needed; its blobs become orphans
+            return key, frozenset()  # retired, so the manifest is not needed; the blobs become orphans
 
     while True:
         try:
@@ -101,7 +101,7 @@ def _delete_manifests(store: ObjectStore, keys: Collection[CheckpointKey]) -> No
 
 
 def find_collectable_origins(experiment: Experiment, retired: Iterable[CheckpointRef]) -> Sequence[CheckpointKey]:
-    """Return the origins of the clones in `retired` that can be deleted: retired origins without any other clone."""
+    """Return the deletable origins of the clones in `retired`: origins that are retired and have no other clone."""
     keys = dict.fromkeys(
         CheckpointKey(trial=experiment.trial_key(origin.trial), step=origin.step, sequence=origin.sequence)
         for origin in (ref.origin for ref in retired)
@@ -132,13 +132,13 @@ def find_orphan_blobs(
 ) -> Sequence[ListedObject]:
     """Return the blobs that no live checkpoint and no clone needs, and that no save will reuse.
 
-    Such blobs remain from interrupted saves, and if an unreadable manifest is deleted. They may be deleted at any time.
+    Such blobs, which an interrupted save or a deleted unreadable manifest has left, may be deleted at any time.
     Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
     `trial.blobs_folder`, or those of them that are still candidates.
 
     Raises:
         CheckpointCorrupt: the manifest of a live checkpoint, or of a clone's origin, is missing or unreadable.
-        OutdatedStateError: such a manifest was retired, so `state` is outdated: call again with the error's `current`.
+        OutdatedStateError: such a checkpoint was retired, so `state` is old: call again with the error's `current`.
         Superseded: the experiment is being deleted, or was deleted.
     """
     if listed is not None and not listed:
@@ -152,7 +152,7 @@ def find_orphan_blobs(
 
 
 def _find_reachable_blobs(store: ObjectStore, trial: TrialKey, state: Trial) -> set[str]:
-    """Return the paths of the trial's blobs that its live or quarantined checkpoints, or other trials' clones, need."""
+    """Return the paths of the blobs that the trial's live or quarantined checkpoints, or other trials' clones, need."""
 
     def read_needed(key: CheckpointKey) -> Manifest | CheckpointCorrupt:
         try:
@@ -184,12 +184,12 @@ def _list_quarantined_blobs(store: ObjectStore, key: CheckpointKey) -> frozenset
         return frozenset(blob.path for blob in listed if blob_sequence(blob.path) <= key.sequence)
 
 
-# Collect the garbage of whole trials; any process may do this, not only their owner.
+# Collect the garbage of whole trials. Any process may do this, not only the experiment's owner.
 
 
 @dataclass(frozen=True, slots=True)
 class TrialGarbage:
-    """The garbage of a trial, which was deleted, or only found by a dry run."""
+    """The garbage of a trial: deleted, or in a dry run only found."""
 
     trial: str
     checkpoints: tuple[int, ...] = ()
@@ -213,7 +213,7 @@ class TrialGarbage:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentGarbage:
-    """The garbage of an experiment, which was deleted, or only found by a dry run."""
+    """The garbage of an experiment: deleted, or in a dry run only found."""
 
     trials: Sequence[TrialGarbage]
     skipped_count: int
@@ -242,12 +242,12 @@ class _Candidates:
 
 
 def may_still_save(trial: Trial) -> bool:
-    """Return whether an attempt of the trial may save; if False, only a new attempt (`AttemptStarted`) can save."""
+    """Return whether an attempt of the trial can still save; if not, only a new attempt (`AttemptStarted`) can."""
     return trial.phase not in ENDED_PHASES or trial.outbox is not None
 
 
 def _find_garbage_candidates(store: ObjectStore, key: TrialKey, trial: Trial) -> _Candidates | None:
-    """Return what `collect_trial_garbage` may delete after a barrier; None if no barrier is possible, or on damage."""
+    """Return what may be garbage after a barrier; None if no barrier is possible, or if an object is damaged."""
     if may_still_save(trial) or not trial.attempt:
         return None
     try:
@@ -274,9 +274,9 @@ def collect_experiment_garbage(
 ) -> ExperimentGarbage:
     """Delete the garbage of an experiment, or of the trials in `only`; return a description of the garbage.
 
-    First writes `CheckpointsRetired` events for ended trials if this frees garbage, unless the target supports only one
-    writer. A dry run writes and deletes nothing, and returns the garbage that a run would delete. An object that cannot
-    be read is reported as damage of its trial, and the garbage of the other trials is still collected.
+    First writes barriers (`CheckpointsRetired`) for ended trials if they make more objects deletable, unless the target
+    supports only one writer. A dry run writes and deletes nothing, and returns the garbage that would be deleted. If an
+    object cannot be read, this is reported as damage of its trial; the garbage of other trials is still collected.
 
     Raises:
         JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
@@ -368,13 +368,13 @@ def collect_trial_garbage(
     )
 
 
-# Retire the checkpoints of a finished experiment that a policy does not keep.
+# After the end of an experiment, retire the checkpoints that a `Retention` does not keep.
 
 
 def plan_retirements(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
-    """Return the retirements of checkpoints that `policy` does not keep; none while an attempt may still save.
+    """Return the retirements of checkpoints that `policy` does not keep; none while an attempt can still save.
 
-    The newest checkpoint of each trial, all checkpoints of the best trial, and the best checkpoint of all always stay.
+    These always stay: each trial's newest checkpoint, all checkpoints of the best trial, the best of the experiment.
     """
     trials = experiment.trials.values()
     if experiment.is_being_deleted or any(may_still_save(trial) for trial in trials):
@@ -396,7 +396,7 @@ def retire_unkept_checkpoints(
 ) -> Sequence[CheckpointsRetired]:
     """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again by then, nothing is retired, because its owner has its own policy. A dry run writes nothing.
+    If a trial runs again by then, nothing is retired, because the owner's policy applies. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.

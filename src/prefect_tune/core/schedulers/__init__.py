@@ -1,1 +1,1 @@
-"""The schedulers. `prefect_tune.registry` lists the schedulers that have a name in JSON."""
+"""The schedulers. `prefect_tune.registry` lists the schedulers that JSON can name, as in `{"ASHA": {"max_t": 81}}`."""

@@ -29,7 +29,7 @@ class Continue(Value):
 class Pause(Value):
     """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If this method returns the trial at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
+    If that happens at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -38,13 +38,13 @@ class Pause(Value):
 
 
 class Stop(Value):
-    """End the trial, which is then *pruned*, or *completed* if not `early`."""
+    """End the trial, which is then *pruned*, or *completed* if `early` is False."""
 
     type: Literal["stop"] = "stop"
     reason: AnyReason
     """Shown to users; kept in the journal."""
     early: bool = True
-    """Whether the trial ends early; False if it has trained all steps of the scheduler."""
+    """Whether the trial ends early; False if it has trained all steps that the scheduler allows."""
 
 
 class Exploit(Value):
@@ -70,7 +70,7 @@ class TrialReport:
 
     trial: TrialId
     report: StepReport
-    """The step, its metrics, and the training time up to it."""
+    """The step, its metrics, and the training time up to this step."""
     config: Mapping[str, Any] | None = None
     """The trial's configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
 
@@ -126,7 +126,7 @@ class Schedule(RenamedMembers, ABC):
         "stop_next": "next_trial_to_stop",
     }
     saves_first: ClassVar[bool] = False
-    """Whether a trial commits a checkpoint before `decide` decides on the step, so that other trials can clone it."""
+    """Whether a trial commits a checkpoint before `decide` is called, so that other trials can clone the checkpoint."""
 
     @abstractmethod
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
@@ -137,8 +137,8 @@ class Schedule(RenamedMembers, ABC):
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
         `step` is the step of the last decision about the present weights; 0 if there is none. After an exploit, it is
-        the step of the last decision on the source. Called for each attempt that starts, and after each decision;
-        changes no state. A function trainable cannot save at every step, so its report may be at a later step.
+        the step of the last decision on the source. The driver calls this method, which changes no state, when an
+        attempt starts and after each decision. A function trainable cannot save at every step, so it may report later.
         """
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Schedule(RenamedMembers, ABC):
     def next_trial_to_resume(self) -> TrialId | None:
         """Return the paused trial that gets the next free slot; None to start a new trial instead.
 
-        Changes no state; `on_trial_resumed` changes it.
+        This method changes no state; `on_trial_resumed` does.
         """
         return None
 
@@ -166,7 +166,7 @@ class Schedule(RenamedMembers, ABC):
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
         """Return a paused trial to end, because it will never resume; None if there is no such trial.
 
-        Changes no state; `on_trial_ended` changes it.
+        This method changes no state; `on_trial_ended` does.
         """
         return None
 
@@ -175,11 +175,11 @@ class Schedule(RenamedMembers, ABC):
         return False
 
     def on_no_new_trial(self) -> None:
-        """Record that no new trial can start, until the next `on_trial_added`.
+        """Record that no new trial can start; this holds until the next `on_trial_added`.
 
-        The search is exhausted, or waits for a trial to end while no trial is running. So paused trials need not wait
-        for more trials to compare with. The call may change what `next_trial_to_resume` and `next_trial_to_stop`
-        return, but no decision. The call is not journaled; after a resume, it is repeated if it still applies.
+        The search is exhausted, or waits for a trial to end while no trial is running. So there is no reason to let
+        paused trials wait for other trials. The call may change what `next_trial_to_resume` and `next_trial_to_stop`
+        return, but no decision. The call is not journaled; the driver repeats it after a resume if it still applies.
         """
         return
 

@@ -33,7 +33,7 @@ class Bracket:
     """
 
     size: int
-    """The number of trials that the bracket takes; once it is closed, the number that it has."""
+    """The number of trials that the bracket takes; after `close`, the number of trials that it has."""
     steps: Sequence[int]
     """The steps of the rungs. Training ends at the last rung, without a comparison."""
     reduction_factor: float
@@ -90,13 +90,13 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Hyperband(Scheduler):
-    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it; see `ASHA`.
+    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it (unlike `ASHA`).
 
     Trials fill one bracket after the other; after the last bracket, the brackets repeat. The first bracket has many
     trials, and its first rung is at few steps. The last bracket has few trials, which all train `max_t` steps. At each
-    rung, the best 1 / `reduction_factor` of the trials continue, but at least one. A trial at a rung pauses until
-    the rung is decided; the trials of the next bracket use its slot. When no new trial is available, the last bracket
-    is decided with the trials that it has.
+    rung, the best 1 / `reduction_factor` of the trials continue, but at least one trial. A trial at a rung pauses until
+    the rung is decided; the trials of the next bracket use its slot. When there are no new trials, the bracket that is
+    being filled is decided with the trials that it has.
 
     `brackets` returns each bracket's number of trials and first rung: (81, 1), (34, 3), (15, 9), (8, 27) and (5, 81)
     for `max_t=81` and `reduction_factor=3`.
@@ -181,11 +181,11 @@ class _HyperbandSchedule(Schedule):
         bracket = self._filling_bracket
         if self._to_resume or not (self._lacks_new_trials and bracket) or bracket.is_full or bracket.training:
             return self._get_first_to_resume()
-        return bracket.find_best_trial()  # it continues, because the bracket will never be full
+        return bracket.find_best_trial()  # this trial continues, because the bracket will never be full
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_by_trial.get(trial)
-        # Another scheduler has paused the trial, so do not let the trial wait until this bracket is full.
+        # If another scheduler paused the trial, decide this bracket now, so that the trial need not wait for others.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._decide_rung_if_complete(bracket)

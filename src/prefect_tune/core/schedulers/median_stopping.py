@@ -34,16 +34,16 @@ class MedianStopping(Scheduler):
     From `grace_period` on, every `interval` steps, a trial's best loss since its first step is compared with the median
     of other trials' mean losses since `grace_period`; trials that have not reached the step do not count. The trial
     continues while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only
-    every `interval`-th report, so `interval=1` uses every step, but needs a decision at every step. See `ASHA`.
+    every `interval`-th report; with `interval=1`, every step counts, but needs a decision. `ASHA` has an example.
 
-    With `min_time_slice`, a trial that has too few others to be compared with pauses after that many steps, until
+    With `min_time_slice`, a trial that cannot be compared yet gives up its slot after that many steps, and resumes when
     enough others have reached its step. So comparisons start early even with few slots. A pause needs checkpoints.
 
     Args:
         grace_period: the step of the first comparison.
         min_samples_required: the number of other trials that a comparison needs.
         interval: the number of steps between two comparisons of a trial.
-        min_time_slice: the number of steps after which a trial with too few others pauses; None if it never pauses.
+        min_time_slice: the number of steps after which a trial pauses if it cannot be compared yet; None: no pauses.
     """
 
     grace_period: int = 1
@@ -67,7 +67,7 @@ class _TrialHistory:
     """The losses of one trial, and the steps at which the trial got and released its slot."""
 
     last_milestone_index: int
-    """The index of the last decided milestone; before the first decision, the index of step 0."""
+    """The index of the last milestone with a decision; before the first decision, the index for step 0."""
     loss_count: int = 0
     loss_sum: float = 0.0
     """The sum of the `loss_count` losses since the grace period."""
@@ -109,8 +109,8 @@ class _MedianStoppingSchedule(Schedule):
         loss, index = compute_loss(report, self._objective), self._find_milestone_index(step)
         if index <= progress.last_milestone_index:
             return self._repeat_decision(progress)
-        self.on_trial_resumed(report.trial)  # a trial that reports is not paused, even if the last decision was a pause
-        if progress.loss_count:  # the trial's mean so far counts at milestones that it passed without a report
+        self.on_trial_resumed(report.trial)  # a trial that reports is no longer paused
+        if progress.loss_count:  # at milestones that the trial passed without a report, its mean so far counts
             for passed_index in range(progress.last_milestone_index + 1, index):
                 insort(self._means[passed_index], progress.mean_loss)
         progress.last_milestone_index = index
@@ -126,7 +126,7 @@ class _MedianStoppingSchedule(Schedule):
     def next_trial_to_resume(self) -> TrialId | None:
         milestones = {trial: self._progress[trial].last_milestone_index for trial in self._paused}
         for trial, index in milestones.items():
-            if len(self._means[index]) > self._rule.min_samples_required:  # the trial's own mean is one of them
+            if len(self._means[index]) > self._rule.min_samples_required:  # `>`, as the trial's own mean is included
                 return trial
         return min(milestones, key=milestones.__getitem__, default=None) if self._lacks_new_trials else None
 
@@ -140,11 +140,11 @@ class _MedianStoppingSchedule(Schedule):
         self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Remove a trial from the paused trials. Its losses stay for comparisons."""
+        """Remove a trial from the paused trials. Other trials are still compared with its losses."""
         self.on_trial_resumed(trial)
 
     def _find_milestone_index(self, step: int) -> int:
-        """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative before it."""
+        """Return the index of the last milestone at or before `step`: 0 at `grace_period`, negative earlier."""
         return (step - self._rule.grace_period) // self._rule.interval
 
     def _repeat_decision(self, progress: _TrialHistory) -> Decision:

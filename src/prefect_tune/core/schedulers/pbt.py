@@ -52,7 +52,7 @@ from prefect_tune.core.values import TrialId
 # The explore step of PBT: copy a configuration and perturb or resample some of its values.
 
 Mutations: TypeAlias = "Mapping[str, Range | Choice | SampleFrom | Mutations]"
-"""The values that may change, nested like the configuration."""
+"""How each value may change, nested like the configuration."""
 Config: TypeAlias = Mapping[str, object]
 
 _MAX_QUANTILE = math.nextafter(1, 0)
@@ -61,9 +61,9 @@ _NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Changes a configuration: resamples a value with `resample_probability`, or else multiplies it by a drawn factor.
+    """Changes a configuration: each value is resampled with `resample_probability`, else multiplied by a drawn factor.
 
-    An option is replaced by the next or previous option; at an end of the list, it may stay the same. A value
+    An option is replaced by the next or previous option; the first and the last one may stay the same. A value
     outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
     step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
     real 0 is resampled, because no factor changes it. Functions are called last, with the changed configuration.
@@ -93,7 +93,7 @@ class Explorer:
         is_resampled = seeded_random.draw_uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.draw_integer(len(self.factors), self.seed, *purpose, "factor")]
         drawn = domain.draw_at(seeded_random.draw_uniform(self.seed, *purpose, "value"))
-        if isinstance(domain, Choice):  # the factor moves to a neighbor, in the order of the options
+        if isinstance(domain, Choice):  # a factor above 1 moves to the next option, any other to the previous option
             indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
@@ -117,10 +117,10 @@ def parse_mutations(mutations: Mapping[str, object], where: str) -> Mutations:
 
 
 def _require_known_parameters(nodes: Sequence[object], mutations: Mutations, where: str) -> None:
-    """Raise if a mutation names no parameter of a space in `nodes`, as no trainable would read such a parameter."""
+    """Raise if a mutation names a parameter that no space in `nodes` has, since no trainable would read it."""
     possible_nodes = list(chain.from_iterable(map(_iter_possible_nodes, nodes)))
     if any(isinstance(node, SampleFrom) for node in possible_nodes):
-        return  # a computed value may have any parameters
+        return  # a computed value can contain parameters of any name
     spaces = [node for node in possible_nodes if isinstance(node, Mapping)]
     names = {name for space in spaces for name in space}
     for name, mutation in mutations.items():
@@ -200,8 +200,8 @@ class PBT(Scheduler):
     the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over
     that trial's checkpoint, configuration, and step of the last comparison. Then the values named in
     `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
-    `perturbation_factors`. Until the trial has another result, its last one still counts in comparisons, as in Ray, but
-    no other trial exploits it.
+    `perturbation_factors`. Until such a trial reports a new result, its old result still counts in comparisons, as in
+    Ray, but no other trial exploits the trial.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
@@ -255,7 +255,7 @@ class PBT(Scheduler):
         return _PbtSchedule(self, explorer, objective)
 
     def require_supported_space(self, space: Mapping[str, object]) -> None:
-        """Raise if a mutation names no parameter of `space`; accept an empty space, as the search then has its own."""
+        """Raise if a mutation names no parameter of `space`. Accept an empty space: the search then has its own."""
         if space:
             where = "PBT: hyperparam_mutations"
             _require_known_parameters([space], parse_mutations(self.hyperparam_mutations, where), where)
@@ -308,7 +308,7 @@ class _PbtSchedule(Schedule):
         member.config = member.config if report.config is None else report.config
         if step <= member.last_decision_step:
             return Continue() if member.paused_at_step is None else self._pause_trial(report.trial, member)
-        self._unpause_trial(report.trial, member)  # a trial that reports is not paused, even if the last decision was
+        self._unpause_trial(report.trial, member)  # a trial that reports is no longer paused
         member.last_decision_step = step
         self._remove_from_ranking(report.trial, member)
         member.loss, member.is_evaluated = loss, True
@@ -353,7 +353,7 @@ class _PbtSchedule(Schedule):
             member.loss = None
 
     def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return the loss and id of the trial to exploit; None if `trial` is good enough or must wait its turn."""
+        """Return the loss and id of the trial to exploit; None if `trial` is good, or must let a paused trial train."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)

@@ -100,9 +100,9 @@ class SearchState(RenamedMembers, ABC):
         del number, report, failed
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:
-        """Record a finished trial of another experiment, before all other calls; return whether the search uses it.
+        """Record a finished trial of another experiment; return whether the search uses the trial.
 
-        The trial has no number, and does not count as a sample. `stopped`: whether a scheduler pruned the trial.
+        Called before all other methods. The trial has no number, and is no sample. `stopped`: whether it was pruned.
         """
         del config, report, stopped
         return False
@@ -113,7 +113,7 @@ class Repeated(Search):
     """Propose each configuration of `search` for `times` consecutive trials, which `search` counts as one trial.
 
     When all of these trials have ended, `search` receives the mean of each metric that all of them reported; failed
-    trials are left out. `search` receives no reports of running trials. See `RandomSearch`.
+    trials are left out. `search` receives no reports of running trials. For an example, see `RandomSearch`.
     """
 
     search: Search
@@ -127,7 +127,7 @@ class Repeated(Search):
             raise InvalidInput(f"Repeated: expected at least 1 for times, found {self.times!r}")
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin `search`. Raises like `search.begin`, and also if the space has a parameter named `index_as`."""
+        """Begin `search`. Raises like `search.begin`, and also if the space has the parameter that `index_as` names."""
         if self.index_as in space:
             raise InvalidInput(f"Repeated: expected no {self.index_as!r} in the space, because index_as adds it")
         return _RepeatedState(self.search.begin(space, objective, seed), self)

@@ -24,7 +24,7 @@ from prefect_tune.core.values import HasJsonForm
 
 Scale: TypeAlias = Literal["linear", "log"]
 
-_QUANTILE_COUNT = 1 << 53  # the number of quantiles, and of steps that a float can distinguish
+_QUANTILE_COUNT = 1 << 53  # how many quantiles exist, and how many steps a float can distinguish
 _MAX_INTEGER = 1 << 64
 _MAX_SIGMAS = 10  # a draw at a quantile of 53 bits is within 8.3 standard deviations
 _TOLERANCE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
@@ -67,12 +67,12 @@ class Float(_SpaceNode):
         return min(max(_interpolate(self.low, self.high, self.scale, quantile), self.low), max_value)
 
     def nearest_value(self, value: float) -> float:
-        """Return the nearest value of the domain: between both ends, and a multiple of `q` if `q` is set."""
+        """Return the nearest value of the domain: from `low` to `high`, and a multiple of `q` if `q` is set."""
         clipped = min(max(float(value), self.low), self.high)
         return clipped if self.q is None else min(max(_round_to_multiple(clipped, self.q), self.low), self.high)
 
     def contains(self, value: object) -> bool:
-        """Return whether a configuration may have `value` here. `high` is accepted, although it is never drawn."""
+        """Return whether a configuration may have `value` here; `high` is accepted even where it is never drawn."""
         if not is_number(value) or not self.low <= value <= self.high:
             return False
         return self.q is None or _is_multiple(value, self.q)
@@ -185,7 +185,7 @@ def _require_finite_field(domain: Range, name: str) -> float:
 
 
 def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
-    """Raise if the bounds or the step are invalid; at most 2^53 steps are valid from 0 to `max_distance`."""
+    """Raise if the bounds or the step are invalid, also if there are over 2^53 steps from 0 to `max_distance`."""
     if domain.low > domain.high:
         name, (low, high, *step) = get_constructor_call(domain)
         raise InvalidInput(
@@ -296,7 +296,7 @@ class Grid(_SpaceNode):
 
 @dataclass(frozen=True, slots=True)
 class SampleFrom(_SpaceNode):
-    """A value that `function` computes from the configuration resolved so far."""
+    """A value that `function` computes from other values of the configuration."""
 
     function: Callable[[Mapping[str, Any]], object]
     path: str | None = None
@@ -333,17 +333,17 @@ def uniform(low: float, high: float) -> Float:
 
 
 def quniform(low: float, high: float, q: float) -> Float:
-    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples; see `uniform`."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends must be multiples, too; see `uniform`."""
     return Float(low, high, q=_require_step(q, "quniform"))
 
 
 def loguniform(low: float, high: float) -> Float:
-    """Draw a number from [low, high) whose logarithm is uniform; `low` > 0; see `uniform`."""
+    """Draw a number whose logarithm is uniform, from [low, high) with `low` > 0; see `uniform`."""
     return Float(low, high, "log")
 
 
 def qloguniform(low: float, high: float, q: float) -> Float:
-    """Draw like `loguniform` and round to a multiple of `q`, from [low, high]; see `uniform`."""
+    """Draw like `loguniform`, and round to a multiple of `q` in [low, high]; see `uniform`."""
     return Float(low, high, "log", _require_step(q, "qloguniform"))
 
 
@@ -353,17 +353,17 @@ def randint(low: int, high: int) -> Integer:
 
 
 def qrandint(low: int, high: int, q: int = 1) -> Integer:
-    """Draw a multiple of `q` uniformly from [low, high]; both ends are multiples; see `uniform`."""
+    """Draw a multiple of `q` uniformly from [low, high]; both ends must be multiples, too; see `uniform`."""
     return Integer(low, high, q=_require_step(q, "qrandint"))
 
 
 def lograndint(low: int, high: int) -> Integer:
-    """Draw a number from [low, high) whose logarithm is uniform, and round it down; `low` > 0; see `uniform`."""
+    """Draw a number whose logarithm is uniform, from [low, high) with `low` > 0, and round it down; see `uniform`."""
     return Integer(low, high, "log")
 
 
 def qlograndint(low: int, high: int, q: int = 1) -> Integer:
-    """Draw a number whose logarithm is uniform and round to a multiple of `q`, from [low, high]; see `uniform`."""
+    """Draw a number whose logarithm is uniform, and round it to a multiple of `q` in [low, high]; see `uniform`."""
     return Integer(low, high, "log", _require_step(q, "qlograndint"))
 
 
@@ -378,7 +378,7 @@ def qrandn(mean: float, sd: float, q: float) -> Normal:
 
 
 def choice(options: Sequence[object], weights: Sequence[float] | None = None) -> Choice:
-    """Draw one of `options`, by `weights` if given; see `uniform`. An option with domains is a conditional space."""
+    """Draw one of `options`, with `weights` if given; see `uniform`. An option with domains is a conditional space."""
     return Choice(_require_list(options, "choice"), None if weights is None else _require_list(weights, "weights"))
 
 
@@ -401,7 +401,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 
 
 def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Return a part of a configuration or space with its dataclasses and mappings as dicts, and with plain scalars.
+    """Return a part of a configuration or space; its dataclasses and mappings become dicts, its scalars plain scalars.
 
     Domains, and values that are not JSON, stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """
@@ -420,7 +420,7 @@ def to_plain_node(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
     """Return a copy of a part of a space: domains stay unchanged, all other values become plain JSON.
 
     Raises:
-        InvalidInput: JSON cannot represent a value; the message begins with the path of the value, below `where`.
+        InvalidInput: JSON cannot represent a value; the message begins with `where` and the value's path below it.
     """
     if isinstance(node, Domain | SampleFrom):
         return node

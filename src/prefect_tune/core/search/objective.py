@@ -58,7 +58,7 @@ class Objective(Value):
 
 
 PLACEHOLDER_OBJECTIVE = Objective(metrics=("unnamed",), modes=("min",))
-"""The objective for a schedule that compares no trials; no trial reports its metric."""
+"""The objective for a schedule that compares no trials, so trials need not report a metric of this name."""
 
 
 def make_objective(metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]) -> Objective | None:
@@ -93,7 +93,7 @@ def infer_mode(metric: str) -> Mode | None:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value as a tuple of one; journaled settings may have any value."""
+    """Return a sequence as a tuple, and any other value as a tuple of one, since journaled settings may be anything."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
@@ -107,7 +107,7 @@ def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> flo
 
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
-    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option for missing metrics."""
+    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option that allows this."""
     for name in names:
         try:
             _require_metric(metrics, name, where)

@@ -1,4 +1,4 @@
-"""Random and grid search: try each grid point `num_samples` times, with all other parameters drawn each time."""
+"""Random and grid search: try each grid point `num_samples` times, and draw all other parameters each time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefect_tune.core.search.space import (
 )
 
 # Grid points are numbered, not listed: each point, even of nested and conditional grids, has a number in mixed radix.
-# The alphabetically first parameter changes fastest, so the order of keys, in a space or a journal, does not matter.
+# Parameters are sorted by name, and the first changes fastest: the order of keys in a space or a journal is irrelevant.
 
 
 def extract_grids(node: object) -> object:
@@ -43,7 +43,7 @@ def extract_grids(node: object) -> object:
 
 
 def count_grid_points(node: object) -> int:
-    """Return the number of points of the grids in a part of a space; 1 without any grid."""
+    """Return the number of grid points in a part of a space; 1 if this part has no grid."""
     if isinstance(node, Grid):
         return sum(map(count_grid_points, node.options))
     count = 1
@@ -53,7 +53,7 @@ def count_grid_points(node: object) -> int:
 
 
 def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the name of each grid to which point number `point` gives an option, and the index of this option."""
+    """Yield the options of grid point number `point`: the name of each grid that it uses, and the option's index."""
     if isinstance(node, Grid):
         index, first = next(pair for pair in reversed([*enumerate(_first_point_numbers(node))]) if pair[1] <= point)
         yield name, index
@@ -64,7 +64,7 @@ def iter_grid_choices(point: int, node: object, name: str = "") -> Iterator[tupl
 
 
 def find_grid_points(value: object, node: object) -> list[int]:
-    """Return the numbers of the points that give `value`, usually one; empty if no point of the grid gives it."""
+    """Return the numbers of the grid points that produce `value`, usually one; an empty list if no point does."""
     if isinstance(node, Grid):
         pairs = zip(_first_point_numbers(node), node.options, strict=True)
         return [
@@ -91,7 +91,7 @@ def _first_point_numbers(grid: Grid) -> list[int]:
 
 
 def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
-    """Yield the keys and children of a part of a space, in the order of the grid."""
+    """Yield the keys and children of a part of a space, in the order in which grid points are numbered."""
     match node:
         case dict():
             yield from sorted(node.items())
@@ -108,7 +108,7 @@ UNLIMITED = -1
 
 
 def get_default_num_samples(space: Space) -> int:
-    """Return 1 for a space of grids only, as more samples would be equal; else 10. Raises like `validate_space`."""
+    """Return 1 if the space has only grids, as more samples would be equal; else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
@@ -124,8 +124,8 @@ class RandomSearch(Search):
     """Try every point of the grid `num_samples` times; without a grid, try `num_samples` configurations.
 
     A draw depends only on the seed, the trial's number and the parameter's name. So a resumed search proposes the same
-    trials, and a change of one parameter does not change the draws of others. Earlier trials count, even if
-    `num_samples` or the space has changed, so the grid points with the fewest tries come next. Metrics have no effect.
+    trials, and a change of one parameter does not change the draws of others. Metrics have no effect. Trials of earlier
+    runs count as tries, even if `num_samples` or the space has changed; grid points with the fewest tries come next.
 
     ```python
     search = pt.RandomSearch(20, points_to_evaluate=[{"lr": 0.01}])
@@ -135,7 +135,7 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """The number of tries of each grid point; -1 for no limit; None for `get_default_num_samples` of the space."""
+    """The number of tries of each grid point; -1 for no limit; None for 1 if the space has only grids, otherwise 10."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
@@ -147,12 +147,12 @@ class RandomSearch(Search):
         object.__setattr__(self, "points_to_evaluate", validate_initial_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin; the objective has no effect. Raises `InvalidInput` also if a point to evaluate is not in the space."""
+        """Begin; `objective` has no effect. Raises `InvalidInput` also for a point to evaluate outside of `space`."""
         del objective
         return _RandomSearchState(self, validate_space(space), self._resolve_num_samples(space), seed)
 
     def trial_count(self, space: Space) -> int | None:
-        """Return the number of samples times the number of grid points; None without a limit."""
+        """Return the number of samples times the number of grid points; None if the number of samples has no limit."""
         samples = self._resolve_num_samples(space)
         return None if samples == UNLIMITED else samples * count_grid_points(extract_grids(validate_space(space)))
 
@@ -161,7 +161,7 @@ class RandomSearch(Search):
 
 
 class _RandomSearchState(SearchState):
-    """The points that are left to try. `suggest` records its proposal with `restore_trial`, like a resume."""
+    """The points that are left to try. `suggest` records its own proposals as a resume records earlier trials."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space

@@ -1,8 +1,8 @@
 """Resolve a search space to a configuration.
 
 A parameter's name is its path in the space: `lr`, `model.depth`, `layers[0].units`, and `model?1.depth` for a
-parameter that is drawn only if the choice `model` takes its option 1. The search passes a function that draws a
-parameter by its name; this module orders the draws by their dependencies.
+parameter that is drawn only if option 1 of the choice `model` is drawn. The search passes a function that draws one
+parameter by its name. This module calls the function for a parameter before the parameters that depend on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prefect_tune.core.search.domains import (
 )
 
 Draw: TypeAlias = Callable[[str, Domain], float]
-"""Draws the parameter with this name and domain: a value of a range, or the index of a choice's or grid's option."""
+"""Takes a parameter's name and domain; draws a value of a range, or the index of an option of a choice or grid."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _NOTHING_FIXED: Mapping[str, object] = {}
@@ -64,7 +64,7 @@ def resolve_space(
 
 
 def child_path(name: str, key: str | int) -> str:
-    """Return the path of the child `key` of the node at `name`."""
+    """Return the path of the child `key` of the node whose path is `name`."""
     if isinstance(key, int):
         return f"{name}[{key}]"
     text = key if _PLAIN_KEY.fullmatch(key) else json.dumps(key)
@@ -72,15 +72,15 @@ def child_path(name: str, key: str | int) -> str:
 
 
 def option_path(name: str, index: int) -> str:
-    """Return the path of an option of the choice or grid at `name`."""
+    """Return the path of option `index` of the choice or grid whose path is `name`."""
     return f"{name}?{index}"
 
 
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
-    """Call all functions of `sample_from` in a valid `space`, for trial 0 and some other trials.
+    """Test all functions of `sample_from` in a valid `space`: resolve the configurations of trial 0 and some others.
 
-    Each of the other trials takes another option that is a nested space, because a function may read parameters that
-    only this option has. Raises like `resolve_space`.
+    Each of the others takes a different option that is a nested space, because a function may read parameters that only
+    one option has. Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
@@ -89,12 +89,12 @@ def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
 
 
 def make_draw_function(seed: int, number: int) -> Draw:
-    """Return the draw function of a trial. A draw depends only on the seed, the trial's number and the name."""
+    """Return the draw function of trial `number`. A draw depends only on `seed`, `number` and the parameter's name."""
     return lambda name, domain: domain.draw_at(seeded_random.draw_uniform(seed, "space", number, name))
 
 
 def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
-    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter."""
+    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter name."""
     match node:
         case dict():
             for key, child in node.items():
@@ -113,7 +113,7 @@ def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
 
 
 class _SpaceResolver:
-    """Resolves one configuration."""
+    """Resolves a space to one configuration."""
 
     def __init__(self, space: Mapping[str, object], draw: Draw, fixed: Mapping[str, object]) -> None:
         self._space = space
@@ -122,7 +122,7 @@ class _SpaceResolver:
         self._computing: list[str] = []
 
     def resolve_node(self, node: object, name: str) -> object:
-        """Return the value of a part of the space in the configuration."""
+        """Return the value that a part of the space has in the configuration."""
         match node:
             case dict():
                 return {key: self.resolve_node(child, child_path(name, key)) for key, child in node.items()}
@@ -168,9 +168,9 @@ class _SpaceResolver:
         try:
             returned = node.function(_LazyConfig(self, self._space, ""))
         except Exception as error:
-            if isinstance(error, InvalidInput) or len(self._computing) > 1:  # the calling function may catch it
+            if isinstance(error, InvalidInput) or len(self._computing) > 1:  # an outer function may catch the error
                 raise
-            frame = error.__traceback__.tb_next if error.__traceback__ else None  # the frame of the function
+            frame = error.__traceback__.tb_next if error.__traceback__ else None  # the frame of the user's function
             where = f" ({frame.tb_frame.f_code.co_filename}, line {frame.tb_lineno})" if frame else ""
             raise InvalidInput(
                 f"sample_from at {name}: its function raised {type(error).__name__}: {error}{where}"
@@ -260,7 +260,7 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
 def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that matches the value exactly, or else except for omitted parameters.
+    A choice is read as the first option that matches exactly; if there is none, omitted parameters are tolerated.
     """
     return _interpret_object(space, config, "")
 
@@ -271,7 +271,7 @@ def accepts_value(node: object, value: object) -> bool:
 
 
 def includes_json(value: object, partial: object) -> bool:
-    """Return whether a JSON value equals `partial`, except for additional keys in its objects."""
+    """Return whether a JSON value equals `partial`; objects in the value may have additional keys."""
     if isinstance(value, Mapping) and isinstance(partial, Mapping):
         return all(key in value and includes_json(value[key], partial[key]) for key in partial)
     if isinstance(value, list | tuple) and isinstance(partial, list | tuple):
@@ -313,7 +313,7 @@ def _interpret_node(node: object, value: object, name: str) -> Iterator[Paramete
                 yield ParameterMismatch(name, repr(node), value)
         case SampleFrom():
             yield ParameterMatch(name, node, value)
-        case _:  # a constant, or a value of another JSON type
+        case _:  # a constant, or an object or list that the value does not fit
             if not are_json_equal(node, value):
                 yield ParameterMismatch(name, repr(node), value)
 

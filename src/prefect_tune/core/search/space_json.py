@@ -36,7 +36,7 @@ from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Loads a function of `sample_from` by its `package.module:name`. This runs code; use it only for trusted documents."""
+"""Loads a function of `sample_from` by its `package.module:name`. Loading runs code; the document must be trusted."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
     function.__name__: function
@@ -111,7 +111,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
 
 
 class _SpaceReader:
-    """Reads one document. `where` is the name of the parameter, for messages."""
+    """Reads one document. In all methods, `where` is the name of the parameter, for messages."""
 
     def __init__(self, load: FunctionLoader | None) -> None:
         self._load = load
@@ -178,7 +178,7 @@ def _find_domain_keyword(node: Mapping[Any, object]) -> str | None:
 
 
 def _reject_option_object(node: Mapping[str, object], where: str) -> None:
-    """Raise if `node` is an option object: for example a scheduler in JSON form, or as a dict of its fields."""
+    """Raise if `node` is an option object (for example, a scheduler), in JSON form or as a dict of its fields."""
     if len(node) == 1 and (name := next(iter(node))) in OPTION_FIELDS and isinstance(node[name], Mapping):
         raise InvalidInput(f"{where}: expected a value or a distribution, found a {name}. {_CONSTANT_HINT}")
     if (name := match_option_class(node)) in _DISTRIBUTION_BY_FIELDS.values() or (name and len(node) > 1):
@@ -198,7 +198,7 @@ def match_option_class(node: Mapping[str, object]) -> str:
 
 
 def find_distribution(node: object) -> Mapping[str, object] | None:
-    """Return the first distribution in a plain value, in JSON form or as a dict of its fields; None without one."""
+    """Return the first distribution in a plain value, in JSON form or as a dict of fields; None if there is none."""
     if isinstance(node, Mapping):
         return node if is_distribution(node) else find_distribution(list(node.values()))
     return next(filter(None, map(find_distribution, node)), None) if isinstance(node, list) else None
@@ -282,13 +282,13 @@ def _require_function_path(node: SampleFrom, where: str) -> str:
     )
 
 
-# Option objects: the name of the class, and its fields: `{"ASHA": {"max_t": 81}}`.
+# The JSON form of an option object has the name of its class and its fields, as in `{"ASHA": {"max_t": 81}}`.
 
 _MODULE_BY_CLASS = {name: module for kind in BUILT_IN_MODULES.values() for name, module in kind.items()}
 
 
 class NamedOptions(HasJsonForm):
-    """The configuration of a scheduler, search or stopper. In JSON, only built-in classes have a name."""
+    """The configuration of a scheduler, search or stopper. The JSON form names only built-in classes."""
 
     __slots__ = ()
 

@@ -24,16 +24,16 @@ _MAX_LISTINGS = 10
 _DIGEST_KEY = "digest_of_document"
 
 Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-"""Converts a document's JSON from one version to the next. May change its argument; does not set `version`."""
+"""Converts a document's JSON from one version to the next. May change its argument; the caller sets `version`."""
 
 
 class Document(Value):
-    """A value that is stored. Its class names the format; the default of `version` is the current version."""
+    """A value that is stored. The default of `format` names the format, and that of `version` the current version."""
 
     format: str
     version: int
     upgrades: ClassVar[Mapping[int, Upgrade]] = {}
-    """Maps each older version that can still be read to the upgrade to the next version."""
+    """For each older version that can still be read, the upgrade from this version to the next."""
     oldest_version: ClassVar[int]
     current_version: ClassVar[int]
 
@@ -101,7 +101,7 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if the folder has no document. Raises like `unseal`.
 
-    The folder's writer deletes older documents, so a listed document may be gone; then a newer document exists.
+    The folder's writer deletes older documents. If the listed document is gone, a newer one exists, so list again.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
@@ -154,7 +154,7 @@ def verify_document(
     try:
         bare, sealed = _encode_body(body)
     except (ValueError, RecursionError):
-        bare, sealed = b"", b""  # a mismatch: `seal` writes no NaN and no infinite nesting
+        bare, sealed = b"", b""  # `seal` writes no NaN and no infinite nesting, so this is a mismatch
     if sealed != data:
         mismatch = f"expected digest {str(stored_digest)[:12]}…, found {hash_bytes(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")

@@ -11,8 +11,8 @@ N is final once the marker of generation N + 1 exists; objects are deleted only 
 - **Current generation**: the number of the highest marker; 1 without markers. A process looks the generation up once
   (`find_current_journal`), and then uses the returned key for all paths.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
-  it creates its entry, *then* checks that the journal's first entry still exists: a deletion deletes that entry first.
-  If the first entry exists, no entry had been deleted, and the conditional create stops earlier owners: see `journal`.
+  it creates its entry, *then* checks that the journal's first entry still exists, because a deletion deletes that entry
+  first. If it exists, no entry was deleted before the create, which therefore stops earlier owners (see `journal`).
 - **A late run** that looks up its experiment by name for each write is refused, because the marker lists the run.
 - **Garbage**: all objects of ended generations. A later deletion, or maintenance, removes what a deletion left behind.
 
@@ -127,7 +127,7 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # without its marker, this generation has ended, too: writes fail
+    return marker.writers if marker else ()  # without a marker, this generation has ended too, so writes fail
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
@@ -148,7 +148,7 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
 
 
 def list_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
-    """Return the objects and markers of the generations of a name before `generation`; no request if it is 1."""
+    """Return the objects and markers of a name's generations before `generation`. Sends no request for generation 1."""
     if generation == 1:
         return ()
     items = store.list(validate_name(experiment))
@@ -156,7 +156,7 @@ def list_earlier_objects(store: ObjectStore, experiment: str, generation: Genera
 
 
 def delete_earlier_objects(store: ObjectStore, experiment: str, generation: Generation) -> Sequence[ListedObject]:
-    """Delete and return the objects of generations before `generation`; delete the first entries of journals first."""
+    """Delete and return the objects of generations before `generation`, beginning with each journal's first entry."""
     earlier_objects = list_earlier_objects(store, experiment, generation)
     first_entries = {JournalKey(experiment=experiment, generation=n).entry_path(1) for n in range(1, generation)}
     for is_first in (True, False):
@@ -205,7 +205,7 @@ def find_experiment_names(paths: Iterable[str]) -> Sequence[str]:
     existing = set(paths)
     names = []
     for name, generation in sorted(_find_current_generations(existing).items()):
-        with suppress(InvalidInput):  # skip a foreign folder: its name is not a valid experiment name
+        with suppress(InvalidInput):  # skip a foreign folder, whose name is not a valid experiment name
             current = JournalKey(experiment=name, generation=generation).entry_path(1)
             if current in existing or _legacy_first_entry_path(name) in existing:
                 names.append(name)

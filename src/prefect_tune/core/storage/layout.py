@@ -18,7 +18,7 @@
 <experiment>/<generation>/trials/<trial>/nodes/<attempt>/parts/<step>-<sequence>-<node>.json
 <experiment>/<generation>/trials/<trial>/artifacts/<path>
 
-The module `generations` finds the current generation of a name. Each path is made from a key with its generation.
+The module `generations` finds the current generation of a name. Each path is made from a key that has the generation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call_path(self) -> str:
-        """The path of the document that identifies the experiment's call, if the call gave no experiment name."""
+        """The path of the document that identifies the call that claimed the experiment, if the call gave no name."""
         return f"{self.folder}/unnamed-call.json"
 
     @property
@@ -124,7 +124,7 @@ def document_number(folder: str, path: str, kind: str = "json") -> int | None:
 
 
 def list_document_paths(store: ObjectStore, folder: str) -> Sequence[str]:
-    """Return the paths of the objects in `folder` whose names are one or two numbers, sorted."""
+    """Return the sorted paths of the objects in `folder` whose names are one or two numbers."""
     return [listed.path for listed in store.list(folder) if _NUMBERED.fullmatch(listed.path.removeprefix(f"{folder}/"))]
 
 
@@ -147,8 +147,8 @@ NON_ARTIFACT_PATTERNS = (
 def matches_any_pattern(path: str, patterns: Sequence[str]) -> bool:
     """Return whether the file at `path` (relative to a trial's directory, with slashes) matches a pattern.
 
-    These are shell patterns (`*`, `?`, `[...]`), in which `*` also matches slashes. They match files and folders; if a
-    folder matches, so does everything in it.
+    Patterns are shell patterns (`*`, `?`, `[...]`), in which `*` also matches slashes. They match files and folders; if
+    a folder matches, so does everything in the folder.
 
     - A pattern with a slash is compared with the path from the top of the directory (`logs/*.tmp`).
       A leading `./` has the same effect, so `./rank_*` matches only at the top.
@@ -217,7 +217,7 @@ class TrialKey(Value):
         return f"{self.folder}/answers"
 
     def answer_path(self, attempt: int, step: int) -> str:
-        """Return the path of the answer to an attempt that waits at `step`; step 0 is for an unsolicited answer."""
+        """Return the path of the answer to an attempt at `step`; step 0 is for an answer that no report awaits."""
         return f"{self.answers_folder}/{attempt:06d}-{_pad_number(step)}.json"
 
     def post_path(self, outbox: int, post: int) -> str:
@@ -317,6 +317,6 @@ ResultsTable: TypeAlias = Literal["trials", "reports"]
 def results_path(experiment: JournalKey, rows: ResultsTable, number: int) -> str:
     """Return the path of the Parquet file with the results after entry `number` of the journal.
 
-    Only the file with the highest number is kept, because all of them can be made again from the journal.
+    Only the file with the highest number is kept, because each file can be made again from the journal.
     """
     return document_path(f"{experiment.folder}/results/{rows}", number, "parquet")

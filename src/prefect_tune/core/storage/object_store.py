@@ -27,7 +27,7 @@ def is_normalized_path(path: str) -> bool:
 
 def is_path_too_long(path: str) -> bool:
     """Return whether a relative path is too long for file systems: over 255 bytes in a name, or over 4096 in all."""
-    if len(path) < 64:  # at most 252 bytes, since no character has more than 4
+    if len(path) < 64:  # then the path has at most 252 bytes, since no character has more than 4
         return False
     return len(path.encode()) > 4096 or any(len(part.encode()) > 255 for part in path.split("/"))
 
@@ -68,7 +68,7 @@ class ObjectStore(Protocol):
 
     Every method returns within the store's timeout, or raises `StoreUnavailable` (a retry may help) or `StoreRefused`
     (credentials, permission, bucket: no retry helps). `DeadlineExceeded` is a `StoreUnavailable` after which no request
-    is still running. A store makes no decisions, and only its client library retries, within the timeout.
+    is still running. A store makes no decisions, but it may repeat a failed request within the timeout.
     Methods may be called from several threads at once.
     """
 
@@ -80,17 +80,17 @@ class ObjectStore(Protocol):
         """Write `data` at `path`, completely and durably or not at all, unless an object exists there.
 
         Raises:
-            AlreadyExists: an object exists at `path`. If a reply was lost, this same call may have created it.
-            CommitUnknown: the target did not say whether it wrote.
+            AlreadyExists: an object exists at `path`. If a reply was lost, this same call may have created the object.
+            CommitUnknown: the target did not say whether it had written the object.
         """
 
     def put(self, path: str, data: Buffer) -> None:
-        """Write `data` durably at `path`, to which no other bytes are ever written. Idempotent."""
+        """Write `data` durably at `path`. Idempotent. Callers never write other bytes to the same path."""
 
     def copy(self, source: str, path: str) -> None:
         """Copy the object at `source` to `path`, durably. Idempotent.
 
-        No other bytes are ever written to `path`. If the target can copy, no bytes pass through this machine.
+        Callers never write other bytes to `path`. If the target can copy, no bytes pass through this machine.
 
         Raises:
             ObjectNotFound: the target answered that there is no object at `source`.
@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
     def replace(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write the joined `pieces` to `path`, durably, and replace an existing object. Idempotent.
 
-        Until the write ends, readers see the previous object; without `has_conditional_create`, they may see no object.
+        Until the write ends, readers see the previous object, or possibly none if `has_conditional_create` is False.
         A retry iterates over `pieces` again. Only a few pieces are in memory at a time.
         """
 
@@ -114,7 +114,7 @@ class ObjectStore(Protocol):
         """Return the size in bytes; None if the target answered that there is no object."""
 
     def list(self, prefix: str, *, after: str = "") -> Sequence[ListedObject]:
-        """Return the objects below the folder `prefix`, recursively, sorted by path; only paths after `after`."""
+        """Return the objects below the folder `prefix`, recursively, sorted by path; omit paths up to `after`."""
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete the objects; a missing object is not an error."""
@@ -126,7 +126,7 @@ class ObjectStore(Protocol):
         """
 
 
-# Create an object only if absent, resolve an unknown outcome, and refuse non-owners if the create is not atomic.
+# Create an object only if absent, resolve an unknown outcome, and reject non-owners on targets without atomic creates.
 
 SINGLE_WRITER_MESSAGE = (
     "expected a target with atomic create-if-absent, found one without: on it, two writers can overwrite each other, "
@@ -136,10 +136,10 @@ SINGLE_WRITER_MESSAGE = (
 
 
 def create_idempotently(store: ObjectStore, path: str, data: bytes) -> None:
-    """Create `path`; an existing object that equals `data` is success.
+    """Create `path`; an existing object that equals `data` counts as created.
 
-    `data` contains a write id, so an object with equal bytes is from this same write. Then the reply was lost, or the
-    client retried and found the object of its first request.
+    `data` contains a write id, so an object with equal bytes is from this same write. In this case, the reply was lost,
+    or the client retried and found the object of its first request.
 
     Raises:
         AlreadyExists: the object holds the bytes of another writer.

@@ -2,7 +2,7 @@
 
 It is started as `python -m prefect_tune.runtime.processes.fork_server`. It imports the modules that every trial needs,
 but no user code, and it has one thread, so it can be forked safely at any time. A subreaper process is between the fork
-server and each trial's process:
+server and each trial's process (an arrow points from a child process to its parent):
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
@@ -12,9 +12,9 @@ A template is forked in the same way. It imports a trainable, then becomes a for
 
 Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial, in any session, become children of the subreaper.
 When the trial's process exits, or when the supervisor exits or requests the end, the subreaper ends all descendants and
-reports the trial's wait status. The fork server is a child subreaper too, in a separate session, and ends the
-descendants of a killed subreaper. If the fork server is killed, its subreapers finish their work. Descendants of the
-trial's process stay alive only if both the subreaper and the fork server are killed. Even then, the trial's process
+reports the wait status of the trial's process. If a subreaper is killed, the fork server, which has its own session,
+inherits the descendants and ends them. If the fork server is killed, its subreapers finish their work. Descendants of
+the trial's process stay alive only if both the subreaper and the fork server are killed. Even then, the trial's process
 ends, because Linux kills it together with its subreaper (`PR_SET_PDEATHSIG`).
 """
 
@@ -78,13 +78,13 @@ from prefect_tune.runtime.processes.trial_process import (
 from prefect_tune.runtime.ranks import is_relaunched_as_rank
 from prefect_tune.runtime.trial_errors import format_error_text
 
-# Terminals and cluster schedulers send these signals to all processes of a job; fork server and subreaper ignore them.
+# Terminals and cluster schedulers send these signals to all processes of a job. Fork server and subreapers ignore them.
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _TERM_TIMEOUT = timedelta(seconds=0.5)
-_TRACKER_TIMEOUT = timedelta(seconds=3)  # trackers clean up in milliseconds, but the machine may be busy
+_TRACKER_TIMEOUT = timedelta(seconds=3)  # enough even on a busy machine; trackers usually need milliseconds
 _DESCENDANTS_TIMEOUT = timedelta(seconds=4)
-_TRACKER_NAME = b"resource_tracker"  # in the command lines of multiprocessing's and loky's trackers
+_TRACKER_NAME = b"resource_tracker"  # the command lines of multiprocessing's and loky's trackers contain it
 _POLL_INTERVAL = timedelta(seconds=0.05)
 _MAX_STATUS_BYTES = 2000
 _Handlers = Mapping[signal.Signals, Any]
@@ -97,9 +97,9 @@ class _ForkRequest:
     channel_fd: int
     output_fd: int
     status_fd: int
-    """Socket for `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
+    """Gets `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
-    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template that gets fork requests on `channel_fd`."""
+    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template, whose `channel_fd` gets fork requests."""
 
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
@@ -114,7 +114,7 @@ def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
 
 def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]) -> MainFunction | None:
     """Fork a process for each request, until the other end of `control` is closed or the supervisor exits."""
-    become_subreaper()  # this process inherits the children of a killed subreaper
+    become_subreaper()  # so that this process inherits the children of a killed subreaper
     ignored = (*_TERMINAL_SIGNALS, *_SCHEDULER_SIGNALS)
     original_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     sigchld_fd = open_sigchld_pipe()
@@ -137,7 +137,7 @@ def _serve_fork_requests(control: socket.socket, supervisor_fds: Collection[int]
                 subreapers.add(subreaper)
             for descriptor in descriptors:
                 os.close(descriptor)
-    while _reap_subreapers(sigchld_fd, subreapers) and subreapers:  # ends the descendants of killed subreapers
+    while _reap_subreapers(sigchld_fd, subreapers) and subreapers:  # wait for the exit of all subreapers
         poll_readable([sigchld_fd])
     _end_descendants(sigchld_fd)
     control.close()
@@ -174,7 +174,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
         os.close(request.output_fd)
         _send_status(request.status_fd, "born", subreaper)
         _wait_for_trial_exit(trial, sigchld_fd, [request.status_fd, *supervisor_fds])
-        os.kill(trial, signal.SIGKILL)  # has no effect on an exited process
+        os.kill(trial, signal.SIGKILL)  # the process still runs if a stop has ended the wait
         _, status = os.waitpid(trial, 0)
         _end_descendants(sigchld_fd)
         _send_status(request.status_fd, "ended", status)
@@ -182,14 +182,14 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
 
 
 def _wait_for_trial_exit(trial: int, sigchld_fd: int, stop_fds: Collection[int]) -> None:
-    """Wait until the trial's process has exited, or until one of `stop_fds` is readable (end of file)."""
+    """Wait until the trial's process exits, or until `stop_fds` show that the supervisor exits or requests the end."""
     while True:
-        # Reap the trial's process only later: until then, its pid is not reused.
+        # WNOWAIT does not reap the trial's process, so its pid is not reused before the caller's `os.kill`.
         exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_pid == trial:
             return
         if exited is not None:
-            os.waitpid(exited.si_pid, 0)  # an orphaned descendant of the trial
+            os.waitpid(exited.si_pid, 0)  # reap an orphaned descendant of the trial
         elif poll_readable([sigchld_fd, *stop_fds]).intersection(stop_fds):
             return
         else:
@@ -227,7 +227,7 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials or, in a template, import a trainable and, if this process may be forked, fork processes for trials.
+    """Serve trials; in a template, import a trainable instead and, if forks are safe, fork processes for trials.
 
     First, the process is set up as if it had been started by exec.
     """
@@ -262,7 +262,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
 
 
 def _fork_child(request: _ForkRequest) -> int:
-    """Fork. Return the child's pid, or 0 in the child. If the fork fails, send the reason as status and return -1.
+    """Fork. Return the child's pid, or 0 in the child; -1 if the fork fails or is unsafe, after sending the reason.
 
     A child that is forked while other threads run may hang forever. Since some libraries end their threads in a fork
     handler, the parent looks for threads only after the fork, and the child waits for the result.
@@ -302,18 +302,18 @@ def _send_status(status_fd: int, code: str, *arguments: object) -> None:
 
 # Import a trainable once, and then fork its trials from the process that imported it, if such forks are safe.
 # A forked child has only the thread that forked. Locks held by other threads stay locked in the child, and a GPU driver
-# or a socket that child and parent share breaks or hangs. So fast and reliable checks follow the import:
+# or a socket that child and parent share breaks or hangs. So after the import, fast and reliable checks look for:
 #
 # - libraries whose documentation forbids forks: JAX, TensorFlow, MPI;
 # - descriptors that the import left open: a GPU, sockets, pipes to processes, files;
-# - threads: Python's own after the import; those of libraries after each fork, since some of them end in fork handlers.
+# - threads: of Python, right after the import; of libraries, after each fork, since fork handlers end some of them.
 #
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# After an import of these libraries, a fork may hang: the libraries document this, or warn at each fork.
+# A fork after an import of these libraries may hang, as the libraries document, or warn at each fork.
 _FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
-# jemalloc ends this thread in a handler of its own before a fork, and starts the thread again when needed.
+# This thread is no risk, because jemalloc's fork handler ends it before a fork; jemalloc restarts it when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 _OPTIMIZER_PATTERN = re.compile(r"\boptim|Trainer")
 _GC_OFF_THRESHOLD = 1 << 30  # allocations until the next garbage collection
@@ -333,7 +333,7 @@ def _preload_trainable(request: ImportRequest) -> str | None:
         return f"its import raised {type(error).__name__}: {first_line(format_error_text(error))}"
     finally:
         flush_output()  # else each fork would print the buffered text again
-        if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # else the module has set its own threshold
+        if gc.get_threshold()[0] == _GC_OFF_THRESHOLD:  # unless the module has set its own threshold
             gc.set_threshold(*gc_threshold)
     if unsafe := [name for module, name in _FORK_UNSAFE_LIBRARIES.items() if module in sys.modules]:
         return f"it imports {' and '.join(unsafe)}, which cannot be forked"
@@ -345,13 +345,13 @@ def _preload_trainable(request: ImportRequest) -> str | None:
 
 
 def _warm_up_optimizer(trainable: object) -> None:
-    """Take a step with a PyTorch optimizer, since a process's first step imports 900 modules in 1.7 s of CPU time.
+    """Take a step with a PyTorch optimizer here, so that no trial repeats the first step's imports (1.7 s of CPU time).
 
-    Do so only if the trainable's module mentions an optimizer. If the trainable does not use it, only time is lost.
+    Do so only if the trainable's module mentions an optimizer. If the trainable uses no optimizer, only time is lost.
     """
     name = getattr(trainable, "__module__", "")
     with suppress(Exception):  # `inspect` raises several exceptions if there is no source; trials report other errors
-        # For a trainable of a script, `sys.modules["__main__"]` is not the script but the program of this process.
+        # A script's trainable names the module `__main__`, which is another program here: get the trainable's source.
         source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
         if (torch := sys.modules.get("torch")) is not None and _OPTIMIZER_PATTERN.search(source):
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()

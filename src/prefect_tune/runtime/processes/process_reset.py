@@ -1,7 +1,7 @@
 """Give a forked or reused process the state of a process that was newly started for its trial.
 
     import (`recording_import_effects` records the variables, directory and seeds that the module sets)
-      └─► fork, or the next trial of a kept class ──► `reset_process_state`: set the trial's and the recorded state
+      └─► fork, or next trial in a reused process ──► `reset_process_state`: set the trial's, then the recorded state
 
 Two trials never draw the same numbers from a generator that the module did not seed, and each trial has the variables,
 the directory and the seeds that its module sets.
@@ -52,8 +52,8 @@ _import_effects: _ImportEffects | None = None
 def reset_process_state(new: ProcessEnvironment) -> None:
     """Set the environment, working directory and temporary directory, and reseed the random generators.
 
-    The changes that the trainable's import made are made again; see `recording_import_effects`. The state of the
-    trainable itself (its object, its modules) is not reset here, but by `reset_config`.
+    Also repeat the changes that the trainable's import made; see `recording_import_effects`. The state of the trainable
+    itself (its object, its modules) is not reset here, but by `reset_config`.
     """
     environment = {name.encode("latin-1"): value.encode("latin-1") for name, value in new.environment.items()}
     for name in os.environb.keys() - environment.keys():
@@ -61,13 +61,13 @@ def reset_process_state(new: ProcessEnvironment) -> None:
     os.environb.update({name: value for name, value in environment.items() if os.environb.get(name) != value})
     if new.working_directory:
         os.chdir(new.working_directory.encode("latin-1"))
-    tempfile.tempdir = None  # `tempfile` reads it from the environment again
+    tempfile.tempdir = None  # so that `tempfile` reads the environment again
     time.tzset()
     random.seed()
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # `import numpy` alone does not load this module
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # may be missing even after `import numpy`
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.seed()  # as in a new process
+        torch.seed()  # a random seed, as in a new process
     if _import_effects is not None:
         for name in _import_effects.removed_variables & os.environb.keys():
             del os.environb[name]
@@ -87,15 +87,15 @@ def has_recorded_import_effects() -> bool:
 def recording_import_effects() -> Iterator[None]:
     """Record the changes that the block, an import of the trainable's module, makes to this process.
 
-    `reset_process_state` applies the changes again: else a trial in a fork or in a reused process would lack the
-    variables and seeds that the module sets. A generator that the import only draws from is reseeded for each trial.
+    `reset_process_state` applies the changes again, because otherwise a trial in a forked or reused process would lack
+    the variables and seeds that the module sets. A generator that the import does not seed is reseeded for each trial.
     """
     global _import_effects  # noqa: PLW0603 - of the process, like the state that it describes
     seeded: set[str] = set()
     originals: list[tuple[ModuleType, Callable[..., object]]] = []
 
     def wrap_seed_function(module: ModuleType) -> None:
-        """Replace the module's seed function by one that records whether the seed is a number."""
+        """Replace the module's seed function by a function that also records whether a seed is passed."""
         original = getattr(module, _SEED_FUNCTIONS[module.__name__])
 
         @wraps(original)
@@ -139,7 +139,7 @@ def recording_import_effects() -> Iterator[None]:
 
 
 def _get_working_directory() -> str | None:
-    with suppress(FileNotFoundError):  # it was removed
+    with suppress(FileNotFoundError):  # the directory was removed
         return os.getcwd()  # noqa: PTH109 - a str is needed, not a Path
     return None
 
@@ -166,8 +166,8 @@ class _PostImportFinder(MetaPathFinder):
         return spec
 
 
-# Prefect's logging in a process that has no flow run and does not import Prefect by itself. Loggers print the records
-# that Prefect would send to its API, because the printed output of the process becomes the log of the trial's run.
+# Prefect's logging in a trial's process, which has no flow run, and imports Prefect only if the trainable does. Loggers
+# print the records that Prefect would send to its API, because what the process prints gets into the log of the run.
 
 _EXTRA_LOGGERS_ENV = "PREFECT_LOGGING_EXTRA_LOGGERS"
 
@@ -184,7 +184,7 @@ _printing_handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(mess
 
 
 def install_printing_loggers() -> None:
-    """Make `get_run_logger()` and the loggers of PREFECT_LOGGING_EXTRA_LOGGERS print, even before Prefect is imported.
+    """Make the loggers of `get_run_logger()` and PREFECT_LOGGING_EXTRA_LOGGERS print, without importing Prefect.
 
     The level is INFO, unless a logger has its own level. A second call has no effect.
     """
@@ -204,7 +204,7 @@ def _make_logger_print(logger: logging.Logger) -> logging.Logger:
 
 
 def _patch_get_run_logger(module: ModuleType) -> None:
-    """Replace `get_run_logger` of Prefect's module, so that it returns a printing logger outside of a run."""
+    """Replace `get_run_logger` in Prefect's module by a function that returns a printing logger outside of a run."""
     original, missing_context_error = vars(module)["get_run_logger"], vars(module)["MissingContextError"]
 
     @wraps(original)
@@ -226,7 +226,7 @@ _run_logger_finder = _PostImportFinder({"prefect.logging.loggers": _patch_get_ru
 def flush_output() -> None:
     """Flush stdout and stderr, since `os._exit` does not flush them."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, replaced, or without a reader
+        with suppress(Exception):  # the stream is closed, replaced, or without a reader
             stream.flush()
 
 
@@ -239,7 +239,7 @@ def clear_exit_handlers() -> None:
     finalize = vars(weakref.finalize)
     for finalizer in list(finalize["_registry"]):
         finalizer.atexit = False
-    if finalize["_registered_with_atexit"]:  # `weakref.finalize` does not register itself a second time
+    if finalize["_registered_with_atexit"]:  # register it again: `weakref.finalize` registers itself only once
         atexit.register(finalize["_exitfunc"].__func__, weakref.finalize)
 
 

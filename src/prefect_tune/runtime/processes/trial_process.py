@@ -88,8 +88,8 @@ def pop_program_arguments() -> tuple[int, int]:
 def run_and_exit(main_function: MainFunction | None) -> NoReturn:
     """Run a process's main function, then the main function that it returns, and so on; then exit.
 
-    A forked child returns its own main function, so that it does not run on its parent's stack. Threads and children
-    that a trainable leaves running do not keep the process alive.
+    A forked child returns its own main function, which then does not run on the parent's stack. The process exits even
+    if a trainable has left threads or children running.
     """
     code = 1
     try:
@@ -97,7 +97,7 @@ def run_and_exit(main_function: MainFunction | None) -> NoReturn:
             main_function = main_function()
         code = 0
     except BaseException:  # noqa: BLE001 - the edge of the process: a traceback and exit code 1
-        with suppress(Exception):  # the trainable has replaced stderr
+        with suppress(Exception):  # if the trainable has replaced stderr
             traceback.print_exc()
     finally:
         flush_output()
@@ -149,7 +149,7 @@ def train_as_rank() -> None:
 
 
 def warm_up() -> None:
-    """Run a trivial attempt in this process, so that lazy imports run and caches fill once, not in every fork."""
+    """Run a trivial attempt in this process, so that lazy imports run and caches fill here, and not in every fork."""
     start = Start(
         experiment="warm-up",
         trial="warm-up",
@@ -202,7 +202,7 @@ class _AttemptRunner:
             _ResetDeclined: the trainable declined this trial; no end was sent.
         """
         self._session = None
-        with suppress(OSError):  # the supervisor has exited; the next message fails too
+        with suppress(OSError):  # if the supervisor has exited, the next message fails too
             self._connection.send(StartReceived())
         try:
             end = self._run_attempt(start)
@@ -229,7 +229,7 @@ class _AttemptRunner:
     def _run_attempt(self, start: Start) -> TrainingEnded:
         kept = self._kept_trainable
         prepend_import_path(start.import_path)
-        must_record = start.reusable and kept is None and not has_recorded_import_effects()  # for the next trial
+        must_record = start.reusable and kept is None and not has_recorded_import_effects()  # for a later reset
         try:
             with exiting_forked_children(), recording_import_effects() if must_record else nullcontext():
                 trainable = kept or load_trainable(start.trainable)
@@ -303,7 +303,7 @@ class _AttemptRunner:
 
 @contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """Make a forked child exit when it returns from the trainable or the import, since it must not send the end."""
+    """Make a forked child exit when it returns from the trainable or import, so that only the parent sends the end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -322,7 +322,7 @@ def exiting_forked_children() -> Iterator[None]:
 
 
 _source_digests: dict[int, tuple[object, str]] = {}
-"""Trainables imported before a fork, by `id`, with the digest that their source had; the file may change later."""
+"""By `id`, each trainable that was imported before a fork, and its source's digest then; the file may change later."""
 
 
 def record_source_digest(trainable: object) -> None:
@@ -364,7 +364,7 @@ def _kill_group_after_parent_exit(supervisor: int) -> None:
 
 _GROUP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _original_handlers: dict[int, Any] = {}
-_fork_state = threading.local()  # the signal mask before the fork, of each thread that forks
+_fork_state = threading.local()  # each forking thread's signal mask before the fork
 
 
 def ignore_group_signals() -> None:

@@ -1,1 +1,1 @@
-"""Local directories at both ends of a transfer: staging, download, scratch, node cache, locks."""
+"""The local directories of transfers: files to send, downloaded files, temporary files, shared copies; and locks."""

@@ -1,12 +1,12 @@
-"""Temporary directories of this user on this machine: scratch directories of one process, and shared copies.
+"""Temporary directories of this user on this machine: scratch directories of one process, and copies of checkpoints.
 
 A process has one folder for all its scratch directories, and holds a lock next to the folder until the process exits.
 Before a process makes its first scratch directory, it removes the folders of killed processes, whose locks are free.
 
 If several processes need a checkpoint, one copies it, and the others wait. `fill_directory` fills a directory that the
 caller names. `shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last
-reader removes the copy. A copy gets its name only when it is complete. What killed readers leave is removed after seven
-days without use. The boot id is in the names of locks, notes and copies, so copies from an earlier boot are not used.
+reader removes the copy. A copy gets its name only when it is complete. What killed readers leave behind is removed once
+unused for 7 days. The names of locks, notes and copies contain the boot id, so those of an earlier boot are not used.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timede
 
 _LINK_PREFIX = "link-"
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - the folder there is this user's own
-_MAX_SOCKET_BYTES = 107 if uses_linux_calls() else 103  # of a socket's path
+_MAX_SOCKET_BYTES = 107 if uses_linux_calls() else 103  # the longest path of a socket
 # Below a scratch directory, the path of a socket has two numbers (9 bytes) and then PyTorch's 34 bytes
 # ("/torch-shm-dir-XXXXXX/manager.sock") or multiprocessing's 32 bytes.
 _MAX_DIRECTORY_BYTES = _MAX_SOCKET_BYTES - len("/9999/999") - 34
@@ -113,7 +113,7 @@ class ScratchDirectory:
 def _make_process_folder(process: int, base: str) -> Path:
     """Make and lock the parent of this process's scratch directories below `base`; remove folders of dead processes.
 
-    A forked child has its own folder. If the path is too long for sockets, a shorter link to the folder is returned.
+    A forked child has its own folder. If the path is too long for sockets, return a shorter path, a link to the folder.
     """
     user_directory = make_user_folder(base)
     _remove_unlocked_directories(user_directory, f"{_machine_digest()}-*", unused_for=timedelta(0))
@@ -163,7 +163,7 @@ def _make_short_link(folder: Path) -> Path | None:
 
 
 def _machine_digest() -> str:
-    """Return eight characters that identify this machine, since the host name may be too long for a socket's path."""
+    """Return eight characters that identify this machine; its host name may be too long for a socket's path."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
@@ -176,7 +176,7 @@ _LOCK_POLL_INTERVAL_SECONDS = 0.01
 
 @contextmanager
 def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
-    """Hold the lock `name` of this user's threads and processes on this machine; yield the path of the lock's folder.
+    """Hold the lock `name`, which this user's threads and processes on this machine share; yield its folder's path.
 
     The kernel releases the lock of a dead process. The folder may be missing.
 
@@ -186,7 +186,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
     """
     locks = make_user_folder() / "node"
     locks.mkdir(mode=0o700, exist_ok=True)
-    lock_name = f"{socket.gethostname()}.{read_boot_id()} {name}"  # machines may share their temporary folder
+    lock_name = f"{socket.gethostname()}.{read_boot_id()} {name}"  # since machines may share a temporary folder
     folder = locks / hashlib.blake2b(lock_name.encode(), digest_size=16).hexdigest()
     lock = FileLock(f"{folder}.lock")
     try:
@@ -194,7 +194,7 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
     except Timeout as timeout:
         raise deadline.exceeded_error(f"waiting for {name}, which another process or thread uses") from timeout
     try:
-        os.utime(lock.lock_file)  # the time of its last use
+        os.utime(lock.lock_file)  # record the time of the last use
         yield folder
     finally:
         lock.release()
@@ -204,14 +204,14 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
 class DirectoryContent:
     """The content that a directory should have.
 
-    `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If another process has
-    fetched from the same source, that copy is used only if the fetch ended after this request began.
+    `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If another process has already
+    fetched from this source, its copy is used only if its fetch ended after this request began.
     """
 
     content_id: str
     source_id: str
     fetch: Callable[[Path, bytes | None], None]
-    """Creates a directory with the given metadata at a path that does not exist; creates nothing on an error."""
+    """Creates a directory with the given metadata at a path that is missing or empty; creates nothing on an error."""
     matches: Callable[[Path], bool]
     """Returns whether a directory has exactly these bytes and this `metadata`."""
     metadata: bytes | None = None
@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    One of several concurrent readers fetches, and the others wait. If the fetch fails or is killed, another fetches.
+    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -241,7 +241,7 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
                 digest_file.write_text(compute_stat_digest(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
-            (directory / METADATA_FILE).unlink(missing_ok=True)  # a hard link: other readers may have other metadata
+            (directory / METADATA_FILE).unlink(missing_ok=True)  # do not write to it: other readers link to this file
             (directory / METADATA_FILE).write_bytes(content.metadata)
         try:
             yield directory
@@ -261,7 +261,7 @@ def _link_or_copy(file: str, destination: str) -> None:
 
 
 class DestinationInUse(InvalidInput):
-    """The destination has other content: remove it, or choose another directory."""
+    """The destination has other content: remove this content, or choose another directory."""
 
 
 def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadline) -> None:
@@ -293,7 +293,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
                 raise DestinationInUse(f"{destination}: not empty and not this checkpoint: remove it or choose another")
             metadata = destination / METADATA_FILE
             if content.metadata is not None and not (metadata.is_file() and metadata.read_bytes() == content.metadata):
-                replace_file(metadata, content.metadata)  # it has changed since the directory was filled
+                replace_file(metadata, content.metadata)  # the metadata has changed since the directory was filled
         else:
             destination.parent.mkdir(parents=True, exist_ok=True)
             (folder / "note").write_text(json.dumps({"unfinished": True}))

@@ -45,18 +45,18 @@ from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
 
 _FileStatus: TypeAlias = tuple[int, int, int, int]
-"""Size, mode, modification time in ns and inode of a file when its directory was listed; a later write changes them."""
+"""A file's size, mode, modification time in ns and inode, as listed. A later write changes at least one of them."""
 
 
 class StagedFiles:
-    """A local directory as a `StagedDirectory`: it is listed once, its files are read by position, none is written."""
+    """A local directory as a `StagedDirectory`. It is listed once; files are read by position, and never written."""
 
     def __init__(self, directory: Path) -> None:
         """List `directory`.
 
         Raises:
-            InvalidInput: it is no directory, or has an entry that cannot be read here or restored elsewhere (a link
-                to a directory, a dangling link, a socket, a name that is not UTF-8, a very long path).
+            InvalidInput: `directory` does not exist or is a file, or has an entry that cannot be read here or restored
+                elsewhere (a link to a directory, a dangling link, a socket, a name that is not UTF-8, a long path).
             StagedFilesChanged: a file was deleted during the listing.
         """
         self.directory = directory
@@ -100,9 +100,9 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
 
 
 _READ_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
-"""The error numbers of reads that would also fail in an attempt on another machine."""
+"""The error numbers of reads that would fail in an attempt on another machine too, so a retry is useless."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
-"""Limits of a path within a checkpoint. After a restore, the path is longer; Linux's limit is 4,095 bytes."""
+"""Limits of a path within a checkpoint. A restore puts a directory in front of the path; Linux allows 4,095 bytes."""
 _SHOWN_CHARACTERS = 200
 
 
@@ -226,12 +226,12 @@ def _write_range(path: str, offset: int, data: memoryview) -> None:
 
 @contextmanager
 def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[DirectorySink]:
-    """Yield a sink for the files of `manifest`; at the end of the block, rename their directory to `destination`.
+    """Yield a sink for the files of `manifest`; at the end of the block, rename the filled directory to `destination`.
 
     Raises:
         InvalidInput: the path of a file or folder is too long for the file system.
     """
-    other_modes: list[tuple[str, int]] = []  # set at the end: read-only modes, and modes that the umask forbids
+    other_modes: list[tuple[str, int]] = []  # to set at the end: read-only modes, and modes that the umask forbids
     with building_directory(destination) as building:
         try:
             building.mkdir()
@@ -262,12 +262,12 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
 # Download a checkpoint into a new local directory, or read its files into memory.
 
 METADATA_FILE = ".metadata.json"
-"""The metadata file of a plain directory; Ray's checkpoints use the same name."""
+"""The metadata file in a directory without a manifest; Ray's checkpoints use the same name."""
 _READ_BYTES = 16 * 1024 * 1024
 
 
 def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
-    """Return the content of a copy's `METADATA_FILE`; None to keep the checkpoint's own file.
+    """Return the content for `METADATA_FILE` in a checkpoint's copy; None to keep the checkpoint's own file.
 
     `folder` has the versions of the metadata that were written after the commit. If these are damaged, warn and return
     None. The copy then lacks these versions, but its other files are complete.
@@ -283,7 +283,7 @@ def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | Non
 
 
 def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file, which is in no blob; omit a committed metadata file."""
+    """Return `manifest` with `metadata` as its last file, instead of a committed one. The new file is in no blob."""
     if metadata is None:
         return manifest
     parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in range(0, len(metadata), CHUNK_BYTES)]
@@ -365,7 +365,7 @@ def fetch_plain_directory(
     Raises:
         CheckpointNotFound: there are no files.
         CheckpointCorrupt: a name leads out of the directory, or is both a file and a folder.
-        StoreUnavailable: a file was shorter than listed, or the directory changed: fetch again.
+        StoreUnavailable: a file was shorter than listed, or the directory changed; another fetch may succeed.
     """
     tree = list_plain_tree(store, folder, excluded_folder=excluded_folder)
 
