@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -236,9 +237,13 @@ def make_api_pages() -> dict[str, str]:
 def _get_summary(name: str) -> str:
     """Return the first line of a public name's docstring."""
     value = getattr(getattr(pt, name), "fn", getattr(pt, name))
-    is_alias = not (inspect.isclass(value) or inspect.isfunction(value))
-    docstring = None if is_alias else inspect.getdoc(value)
-    return (docstring or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    if inspect.isclass(value) or inspect.isfunction(value):
+        docstring = inspect.getdoc(value) or ""
+    else:  # a type alias: its docstring is below it
+        source = inspect.getsource(import_module(f"prefect_tune.{find_public_names()[name]}"))
+        match = re.search(rf'^{name}: TypeAlias = .*\n"""(.*?)"""', source, re.MULTILINE | re.DOTALL)
+        docstring = match[1] if match else ""
+    return docstring.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
 def _make_integrations_page() -> str:
