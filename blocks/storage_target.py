@@ -218,7 +218,7 @@ class StorageTarget(StrictBlock, ABC):
         """Return a context manager that yields the store. All operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration itself is invalid, independent of the target's answers.
+            InvalidInput: the configuration itself is invalid, whatever the target answers.
             StoreRefused: the credentials cannot be read.
         """
 

@@ -225,7 +225,7 @@ def iter_control_groups(controller: str, root: Path, own: Path) -> Iterator[Path
     """Yield the folders of this process's control group and of its parent groups.
 
     Args:
-        controller: a controller of control groups v1, such as `memory`; empty for the groups of v2 only.
+        controller: a controller of control groups v1, such as `memory`; if empty, only v2 groups are yielded.
         root: the mount point of control groups.
         own: the file that names the control groups of this process.
     """

@@ -33,7 +33,7 @@ from prefect_tune.reporting.page import (
 )
 from prefect_tune.terminal.formatting import render_text
 from prefect_tune.terminal.live_display import QuietFilter, find_console_handlers
-from prefect_tune.terminal.progress_view import ProgressState, find_reported_metrics, make_trials_table, render_progress
+from prefect_tune.terminal.progress_view import ProgressState, find_metric_names, make_trials_table, render_progress
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -255,7 +255,7 @@ def render_results_html(report: ReportInput, read_curves: ReadCurves, read_cost:
     `read_curves` and `read_cost` may read the target. If the curves cannot be read, the HTML has the error
     instead. If the cost cannot be read, the HTML omits the cost.
     """
-    reported = find_reported_metrics(report.first_trials)[:_MAX_METRICS]
+    reported = find_metric_names(report.first_trials)[:_MAX_METRICS]
     metrics = report.objective.metrics if report.objective else reported
     elements = [*make_headline_section(report), *make_best_trial_section(report)]
     try:

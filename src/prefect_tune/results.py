@@ -65,7 +65,7 @@ from prefect_tune.notebook import (
 from prefect_tune.reporting.facts import make_report_input
 from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.terminal.formatting import format_counts, get_output_width, render_text
-from prefect_tune.terminal.progress_view import find_reported_metrics, make_trials_table
+from prefect_tune.terminal.progress_view import find_metric_names, make_trials_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -163,7 +163,7 @@ class Trials(Mapping[str, Trial]):
     def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
         """Return the trials to show, their metrics, and how many more there are."""
         first = list(self.values())[:MAX_ROWS]
-        return first, self._metrics or find_reported_metrics(first), format_omitted_trials(len(self) - len(first))
+        return first, self._metrics or find_metric_names(first), format_omitted_trials(len(self) - len(first))
 
 
 @dataclass(frozen=True, repr=False)

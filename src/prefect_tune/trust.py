@@ -24,7 +24,7 @@ from prefect_tune.core.storage.documents import add_signature, has_signature, ha
 from prefect_tune.journal_access import read_experiment
 from prefect_tune.linux import may_have_acl, read_mount_type
 from prefect_tune.parameters.import_check import is_module_name, undefined_name_reason
-from prefect_tune.parameters.search_plan import OPTIONS, StoredKind
+from prefect_tune.parameters.search_plan import OPTIONS, StoredForm
 
 _MOUNTS_WITHOUT_OWNERS = ("fuse", "cifs", "smb3", "smbfs")
 """Prefixes of mount types that report the user who mounted them as the owner of every file: s3fs, rclone, SMB."""
@@ -145,7 +145,7 @@ def find_code_choices(settings: Mapping[str, object], earlier_sources: Collectio
     """
     in_warm_start = partial(_find_in_warm_start, known_sources=earlier_sources)
     finders: dict[str, _CodeFinder] = {**_CODE_FINDERS, "warm_start": in_warm_start}
-    names = [name for name, option in OPTIONS.items() if option.stored is StoredKind.CHOICE and name in settings]
+    names = [name for name, option in OPTIONS.items() if option.stored is StoredForm.CHOICE and name in settings]
     return [choice for name in names for choice in finders[name](settings[name])]
 
 
@@ -225,7 +225,7 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""For each option of `StoredKind.CHOICE`, the function that finds the code and locations in the option's value."""
+"""For each option of `StoredForm.CHOICE`, the function that finds the code and locations in the option's value."""
 
 
 # Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables.

@@ -449,7 +449,7 @@ def test_what_an_attempt_leaves_in_its_directory_is_not_there_for_the_next_one(
 ) -> None:
     for attempt in (1, 2):
         monkeypatch.chdir(project)
-        probe.enter_copied_directory(tmp_path / "drill" / f"directory-{attempt}")
+        probe.copy_and_enter_directory(tmp_path / "drill" / f"directory-{attempt}")
         assert not Path("made").exists()
         assert Path("weights.json").read_text() == "old"
         assert Path("package/part.txt").read_text() == "part"
@@ -466,14 +466,14 @@ def test_the_ranks_of_an_attempt_share_their_directory(
 ) -> None:
     for rank in (0, 1):
         monkeypatch.chdir(project)
-        probe.enter_copied_directory(tmp_path / "drill" / "directory-1")
+        probe.copy_and_enter_directory(tmp_path / "drill" / "directory-1")
         assert Path("of-rank-0").exists() == (rank == 1)
         Path("of-rank-0").touch()
 
 
 def test_what_is_too_much_to_copy_is_a_link(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MAX_COPIED_BYTES", 3)
-    probe.enter_copied_directory(tmp_path / "drill" / "directory-1")
+    probe.copy_and_enter_directory(tmp_path / "drill" / "directory-1")
     assert [Path(name).is_symlink() for name in ("weights.json", "package", "package/part.txt", ".git")] == [
         False, False, True, True,
     ]  # fmt: skip
@@ -482,5 +482,5 @@ def test_what_is_too_much_to_copy_is_a_link(project: Path, tmp_path: Path, monke
 
 def test_a_drill_whose_folder_is_in_the_working_directory_does_not_copy_itself(project: Path) -> None:
     (project / "drills").mkdir()
-    probe.enter_copied_directory(project / "drills" / "directory-1")
+    probe.copy_and_enter_directory(project / "drills" / "directory-1")
     assert Path("drills").is_symlink()

@@ -14,7 +14,7 @@ import pytest
 import prefect_tune as pt
 from prefect_tune import linux, trust
 from prefect_tune.core.errors import InvalidInput
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, plan_from_settings
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredForm, plan_from_settings
 from prefect_tune.trust import _CODE_FINDERS, find_code_choices, shared_access_reason
 from tests.fakes.checkpoints import write_files
 
@@ -180,7 +180,7 @@ def list_choices(settings: Mapping[str, object], known_sources: Sequence[str] = 
 
 
 def test_each_option_that_is_declared_as_a_choice_is_examined() -> None:
-    assert {name for name, option in OPTIONS.items() if option.stored is StoredKind.CHOICE} == _CODE_FINDERS.keys()
+    assert {name for name, option in OPTIONS.items() if option.stored is StoredForm.CHOICE} == _CODE_FINDERS.keys()
 
 
 def test_a_resume_takes_nothing_of_one_run_from_the_journal() -> None:

@@ -48,7 +48,7 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 
     The signal handlers of Prefect and Python stay in place, and raise an exception in the main thread. That thread
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
-    the caller is another thread, the exception is raised in that thread, and the main thread gets the signal later
+    another thread calls this function, the exception is raised there, and the main thread gets the signal later
     (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
     `work` still runs. From then on `work` retries nothing, because the process waits for its threads at exit. A second
     Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for

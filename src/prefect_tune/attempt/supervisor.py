@@ -150,7 +150,7 @@ class _Supervisor:
                     rank, message = received
                     if rank in (0, PARENT_RANK) and isinstance(message, StepDone | TrainingEnded):
                         is_last_step = isinstance(message, StepDone) and message.finish_reason is not None
-                        self._meter.record_seconds(message.seconds, is_last_step=is_last_step)
+                        self._meter.record_phase_seconds(message.seconds, is_last_step=is_last_step)
                     if self._silent_since is not None:
                         self._silent_since = time.monotonic()
                     self._on_message(rank, message)
@@ -393,7 +393,7 @@ class _Supervisor:
         if has_finished and (reason := self._metrics.surplus_reason()) is not None:
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if self._end_deadline is not None:
-            return self._check_end_deadline(self._end_deadline)
+            return self._check_ranks_ended(self._end_deadline)
         if self._rank_0_deadline is not None and self._rank_0_deadline.remaining_seconds <= 0:
             seconds = _RANK_EXIT_TIMEOUT.total_seconds()
             return self._make_attempt_ended(Cause.MACHINE, make_reason("launcher-returned", seconds=seconds))
@@ -410,7 +410,7 @@ class _Supervisor:
             return None
         return self._make_attempt_ended(Cause.MACHINE, make_reason("silent", seconds=elapsed.total_seconds()))
 
-    def _check_end_deadline(self, deadline: Deadline) -> Outcome | None:
+    def _check_ranks_ended(self, deadline: Deadline) -> Outcome | None:
         """Return the outcome if all ranks have ended or the deadline has passed; None otherwise."""
         if self._group.open_ranks and deadline.remaining_seconds:
             return None

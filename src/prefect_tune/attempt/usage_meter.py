@@ -72,7 +72,7 @@ class UsageMeter:
         else:
             self._processes.add_process(pid)
 
-    def record_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
+    def record_phase_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
         """Record the seconds that the trial has sent (None: unchanged). At the last step, take a sample."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:

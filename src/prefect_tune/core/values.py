@@ -70,22 +70,22 @@ def _field_names(value: type[Value]) -> set[str]:
     return set(value.model_fields)
 
 
-def _to_number(value: object) -> object:
+def _require_number_or_text(value: object) -> object:
     plain = to_plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float | str):
         raise PydanticKnownError("float_type")
     return plain
 
 
-def _to_integer(value: object) -> object:
+def _require_integer_or_text(value: object) -> object:
     plain = to_plain_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | str):
         raise PydanticKnownError("int_type")
     return plain
 
 
-NUMBER_VALIDATOR = BeforeValidator(_to_number)
-INTEGER_VALIDATOR = BeforeValidator(_to_integer)
+NUMBER_VALIDATOR = BeforeValidator(_require_number_or_text)
+INTEGER_VALIDATOR = BeforeValidator(_require_integer_or_text)
 """Put this after the bounds, as in `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`: forms ignore bounds after it."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
 """A finite number of Python or NumPy, or the text of a number, as it comes from JSON or YAML; not a bool."""

@@ -115,7 +115,7 @@ def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
 
     class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
-            enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
+            copy_and_enter_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
             super().setup(config)
 
         def load_checkpoint(self, checkpoint_dir: str) -> None:
@@ -140,7 +140,7 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
 
     @functools.wraps(train)
     def train_with_probe(config: dict[str, Any]) -> object:
-        enter_copied_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
+        copy_and_enter_directory(Path(plan.folder, f"directory-{get_trial().attempt}"))
         os.environ[ON_JOIN_ENV] = f"{__name__}:{probe_rank.__name__}"
         _probe_reports(plan, lambda frame: frame.f_code is code)
         return train(config)
@@ -383,7 +383,7 @@ def _compute_digest(value: Any) -> str:
 # linked, so all attempts share their content.
 
 
-def enter_copied_directory(folder: Path) -> None:
+def copy_and_enter_directory(folder: Path) -> None:
     """Copy the working directory to `folder`, unless another rank has done so; change to the copy."""
     original = Path.cwd().resolve()
     copied = Path(folder, *original.parts[1:])

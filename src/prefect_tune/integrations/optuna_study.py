@@ -142,7 +142,7 @@ def make_distribution(domain: Domain) -> BaseDistribution:
         case Normal():
             return FloatDistribution(0.0, 1.0)
         case Choice() | Grid():
-            labels = _make_choice_labels(domain)
+            labels = _make_optuna_choices(domain)
             return CategoricalDistribution([labels[index] for index in _find_drawable_indexes(domain)])
         case _:
             assert_never(domain)
@@ -158,7 +158,7 @@ def from_optuna_value(domain: Domain, stored: Scalar) -> float:
         case Normal():
             return domain.draw_at(_require_number(stored))
         case Choice() | Grid():
-            return _make_choice_labels(domain).index(stored)
+            return _make_optuna_choices(domain).index(stored)
         case _:
             assert_never(domain)
 
@@ -175,12 +175,12 @@ def to_optuna_value(domain: Domain, drawn: object) -> Scalar:
         case Normal(mean, sd):
             return NormalDist(mean, sd).cdf(_require_number(drawn))
         case Choice() | Grid():
-            return _make_choice_labels(domain)[int(_require_number(drawn))]
+            return _make_optuna_choices(domain)[int(_require_number(drawn))]
         case _:
             assert_never(domain)
 
 
-def _make_choice_labels(domain: Choice | Grid) -> list[Scalar]:
+def _make_optuna_choices(domain: Choice | Grid) -> list[Scalar]:
     """Return Optuna's choices: the options, or their indexes if Optuna cannot distinguish the options."""
     plain = [value for value in domain.options if value is None or isinstance(value, bool | int | float | str)]
     if len(plain) == len(domain.options) == len(set(plain)):

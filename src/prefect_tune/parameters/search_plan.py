@@ -69,7 +69,7 @@ else:  # the help of the command line reads this plan without importing Prefect
     StorageTarget = SyncConfig = Any
 
 
-class StoredKind(Enum):
+class StoredForm(Enum):
     """Whether an option's value, as the journal stores it, can name code, a file, a location or a command."""
 
     DATA = "data"
@@ -115,7 +115,7 @@ class Flag:
 class Option:
     """The properties of a search's option, except its flags."""
 
-    stored: StoredKind | None = None
+    stored: StoredForm | None = None
     """The kind of the option's values in the journal; None if the option belongs to one run, and so is not stored."""
     at_resume: bool = False
     """Whether `pt.resume` accepts the option."""
@@ -203,7 +203,7 @@ def parse_resume(resume: object) -> ResumeOption:
     return ResumeOption(presence.pop(), rerun_errored, requires_local_target="local" in words)
 
 
-_DATA, _CHOICE = StoredKind.DATA, StoredKind.CHOICE
+_DATA, _CHOICE = StoredForm.DATA, StoredForm.CHOICE
 _FAILURES, _MORE, _EXISTING, _WHERE = Panel.FAILURES, Panel.MORE, Panel.RESUME, Panel.WHERE
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 _MAX_SECONDS = 1e10

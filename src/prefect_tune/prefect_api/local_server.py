@@ -115,7 +115,7 @@ def _exit_with_parent() -> None:
 
 # Find the Prefect server that this user runs at Prefect's default address with `prefect server start`.
 #
-#     ask the kernel who listens there ──► only this user ──► healthy, and the same version of Prefect ──► use it
+#     ask the kernel who listens there ──► this user only ──► healthy, and the same version of Prefect ──► use it
 #               └─► another user, or no process: send nothing
 #
 # No request is sent to another user's process, since that process could answer and then receive the data of this user's

@@ -169,7 +169,7 @@ _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _filter_unsent_record(record: logging.LogRecord) -> bool:
-    """Remove the item from a message about an unsent item. Return False (drop the record) for all but one a minute."""
+    """Leave out the event in Prefect's message that it was not sent. Return False, except for one message a minute."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()

@@ -124,9 +124,9 @@ def make_session(connection: SupervisorConnection, start: Start, stopper: Stoppe
     return (WorkerRankSession if start.rank.rank else TrialSession)(connection, start, stopper)
 
 
-def _send_rank_end(process: int, session: TrialSession) -> None:
+def _send_rank_end(pid: int, session: TrialSession) -> None:
     """Send the end of this rank: a failure if an exception ends the process, a normal end otherwise."""
-    if os.getpid() != process:
+    if os.getpid() != pid:
         return
     error = sys.exc_info()[1]
     with suppress(Exception):  # the supervisor has exited

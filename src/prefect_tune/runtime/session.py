@@ -308,7 +308,7 @@ class TrialSession:
                 self._send_rank_command()
 
     def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
-        """Report the metrics that the function returned, if any, as the last step; return the last message."""
+        """Report the metrics that the function returned, if any, as the last step; return this rank's end."""
         self._require_own_process("the end of the trainable")
         with self._report_lock:
             if self._stop_error is None:

@@ -311,7 +311,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used, by column; "-" for the processors after fewer than two samples."""
+    """Return the resources that an attempt used, by column; "-" for the processors without two samples."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None

@@ -300,7 +300,7 @@ def _format_on_one_line(value: object) -> str:
     return " ".join(format_value(value).split())
 
 
-def find_reported_metrics(trials: Sequence[Trial]) -> Sequence[str]:
+def find_metric_names(trials: Sequence[Trial]) -> Sequence[str]:
     """Return the metrics of the first trial that has reported any."""
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
@@ -342,7 +342,7 @@ def render_progress(state: ProgressState, width: int, height: int) -> Renderable
     parts: list[RenderableType] = [title, *lines]
     if rows:
         objective = state.extent.objective
-        metrics = objective.metrics if objective else find_reported_metrics(rows)
+        metrics = objective.metrics if objective else find_metric_names(rows)
         table, hidden = make_trials_table(rows, metrics, width=width, styles=_STATUS_STYLES)
         parts += [Text(), table]
         if hidden and len(rows) + len(notes) < room:

@@ -59,7 +59,7 @@ from prefect_tune.core.storage.generations import find_current_journal, no_exper
 from prefect_tune.core.values import StepReport, canonical_json
 from prefect_tune.parameters.argument_checks import parse_scheduler
 from prefect_tune.parameters.plan_checks import with_default_samples
-from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredKind, list_unstored_options
+from prefect_tune.parameters.search_plan import OPTIONS, SearchPlan, StoredForm, list_unstored_options
 from prefect_tune.trust import find_code_choices
 from prefect_tune.tuner.run_search import deduplicate_prior_trials, make_search_policy
 from prefect_tune.tuner.search_policy import SearchPolicy, format_trial_id, make_finish_event, pending_decision
@@ -121,7 +121,7 @@ def audit(
 ) -> AuditReport:
     """Derive each proposal and decision of an experiment again from its journal, and compare them with the journal.
 
-    The audit only reads, one object after the other, and imports no code that only the journal names. It derives the
+    The audit only reads, one object after the other. It imports no code merely because the journal names it. It derives
     decisions of a component that the journal does not hold, such as your own search, only if you pass that component.
 
     ```python
@@ -256,7 +256,7 @@ def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[s
     """
     settings = state.settings
     values = {
-        name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored is StoredKind.DATA
+        name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored is StoredForm.DATA
     }
     unknown: dict[str, str] = {}
     for name in PASSABLE_PARAMETERS:

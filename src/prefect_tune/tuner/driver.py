@@ -481,10 +481,10 @@ class Driver:
         errored = {trial.id for trial in self._experiment.trials.values() if trial.phase is Phase.ERRORED}
         errored_or_stopped = errored | self._experiment.pending_stops.keys()
         # Read posts before requeuing, since a trial whose end was not read yet may have to be extended too.
-        self._add_unread_posts(list(self._find_unfinished_trials().values()))
+        self._add_unread_posts(list(self._find_trials_to_recover().values()))
         self._pending_entry.write(may_defer=False)  # `stays_finished` reads reports in the journal
         self._requeue_ended_trials()
-        for trial_id in self._find_unfinished_trials():
+        for trial_id in self._find_trials_to_recover():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored_or_stopped:
                 self._recover_trial(trial_id)
         # A reattachment forces this write, which adds the attempt to the executor, so that a stop can be sent to it.
@@ -518,7 +518,7 @@ class Driver:
                 self._pending_entry.write(may_defer=False)
             trials = [self._experiment.trial(trial_id) for trial_id in unread_trials]
 
-    def _find_unfinished_trials(self) -> Mapping[str, Trial]:
+    def _find_trials_to_recover(self) -> Mapping[str, Trial]:
         """Return the pending and running trials, the trials to stop, and the paused trials that resume at once."""
         phases, resumes = (Phase.PENDING, Phase.RUNNING), self._policy.resumes_without_scheduler
         trials = self._experiment.trials.values()

@@ -192,7 +192,7 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 
 
 def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
-    """Run a search within a flow run. `experiment` is its state if the caller has read it. Raises like `tune`.
+    """Run a search within a flow run. `experiment` is the experiment's state, if already read. Raises like `tune`.
 
     The flow must return what this function returns: if every trial errored, a Failed state with `SearchFailed`.
     """
@@ -439,7 +439,7 @@ def read_warm_starts(
 ) -> Sequence[WarmStart]:
     """Read the finished trials of the experiments `names`, which may still run; skip those that `experiment` has read.
 
-    `loaded` is the state of `experiment` when its journal was checked; if it is None, the state is read here. The
+    `loaded` is the state of `experiment` that the caller has read; if it is None, the state is read here. The
     sources in this state are not read again, even if the journal has changed since.
 
     Raises:

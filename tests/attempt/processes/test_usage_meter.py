@@ -53,7 +53,7 @@ def test_the_phases_of_an_attempt_are_its_time() -> None:
     with meter.measuring_restore():
         time.sleep(0.02)
     meter.on_loaded(os.getpid())
-    meter.record_seconds(PhaseSeconds(training=0.03, saving=0.01), is_last_step=False)
+    meter.record_phase_seconds(PhaseSeconds(training=0.03, saving=0.01), is_last_step=False)
     time.sleep(0.06)
     meter.sample_if_due("waiting")
     meter.on_trial_end()

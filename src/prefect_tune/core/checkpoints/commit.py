@@ -186,7 +186,7 @@ def commit_checkpoint(
         verified_reads = store.map(lambda read: verify_range(store, manifest, read), due_reads)
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
-        # Reuse no whole blobs here: a blob that matches a group only without the failed chunks was not read back.
+        # Reuse no whole blobs: a blob that has the bytes to send now may be the failed blob, or was not read back.
         valid = ReusableBytes({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
         affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
         replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))

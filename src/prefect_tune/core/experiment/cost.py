@@ -181,7 +181,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
         for record in trial.attempt_records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # the freed slot has already extended its run
+                continue  # with `slot_at`, the event `SlotFreed` has already extended the run
             index = _find_run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:

@@ -303,11 +303,11 @@ def acquire_ownership(
     events_for: Callable[[Experiment], Sequence[Event]] = lambda _: (),
     loaded: Experiment | None = None,
 ) -> Experiment:
-    """Make `owner` the owner of the experiment: begin a new term. The same entry holds the events of `events_for`.
+    """Make `owner` the owner of the experiment: write an entry that begins a new term.
 
-    `events_for` receives the state before the new term. If `loaded` is an earlier state, only its last entry is
-    checked, and only later entries are read. If `loaded` has no entries (see `make_empty_experiment`), the journal is
-    read only if another process has written to it.
+    The entry also holds the events that `events_for` returns for the state before the new term. If `loaded` is an
+    earlier state, only its last entry is checked, and only later entries are read. If `loaded` has no entries (see
+    `make_empty_experiment`), the journal is read only if another process has written to it.
 
     In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
     number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.
@@ -374,9 +374,9 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
         return [owner for owner in store.map(find_owner, range(1, experiment.term)) if owner is not None]
 
 
-# A snapshot holds the whole experiment after an entry. A process reads it instead of the entries up to that entry. Its
-# first line is JSON that holds the experiment without its trials; one line for each trial follows. The interval between
-# two snapshots grows with the experiment, so that writing snapshots costs about as much as writing the entries.
+# A snapshot holds the whole experiment after an entry, and is read instead of the entries up to that entry. The first
+# line of a snapshot is JSON that holds the experiment without its trials; a line for each trial follows. The interval
+# between two snapshots grows with the experiment, so that writing snapshots costs about as much as writing the entries.
 #
 # Only the entries count; a snapshot that is lost, damaged, or of another history or version only costs time. So any
 # process may write it late, twice or never, and failures of a write are ignored. A reader uses a snapshot only if it

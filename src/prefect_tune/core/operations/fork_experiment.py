@@ -183,7 +183,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
-    copied = [key for key in needed if _make_fork_key(key, into).manifest_path in existing]
+    copied = [key for key in needed if _make_key_in_fork(key, into).manifest_path in existing]
     if len(copied) == len(needed):
         return copied
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
@@ -218,7 +218,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     require_blobs_stored(store, folder, required)
 
     def copy_manifest(key: CheckpointKey) -> CheckpointKey:
-        key_in_fork = _make_fork_key(key, into)
+        key_in_fork = _make_key_in_fork(key, into)
         publish_manifest(store, key_in_fork, complete[key].model_copy(update=make_key_fields(key_in_fork)))
         return key
 
@@ -228,7 +228,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     return copied
 
 
-def _make_fork_key(key: CheckpointKey, into: Experiment) -> CheckpointKey:
+def _make_key_in_fork(key: CheckpointKey, into: Experiment) -> CheckpointKey:
     return key.model_copy(update={"trial": into.trial_key(key.trial.trial)})
 
 

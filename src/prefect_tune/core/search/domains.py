@@ -72,7 +72,7 @@ class Float(_SpaceNode):
         return clipped if self.q is None else min(max(_round_to_multiple(clipped, self.q), self.low), self.high)
 
     def contains(self, value: object) -> bool:
-        """Return whether a configuration may have `value` here; `high` is accepted even where it is never drawn."""
+        """Return whether a configuration may have `value`; `high` is accepted, although it is not drawn without `q`."""
         if not is_number(value) or not self.low <= value <= self.high:
             return False
         return self.q is None or _is_multiple(value, self.q)

@@ -99,7 +99,7 @@ class _ForkRequest:
     status_fd: int
     """Gets `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
-    """`FORK_REQUEST` for a trial's process; `IMPORT_REQUEST` for a template, whose `channel_fd` gets fork requests."""
+    """`FORK_REQUEST`: start a trial's process. `IMPORT_REQUEST`: start a template, with its own `channel_fd`."""
 
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
