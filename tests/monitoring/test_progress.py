@@ -132,7 +132,7 @@ results = pt.tune(
     metric="error", num_samples=1, stop={"step": 9}, max_concurrent_trials=2,
     scheduler=pt.ASHA(max_t=9, variant="stopping"),
 )
-print("best", results.best.trial, flush=True)
+print("best", results.best.id, flush=True)
 """
 
 

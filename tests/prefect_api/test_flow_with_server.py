@@ -118,11 +118,11 @@ from prefect_tune.prefect_api import flow_with_server as own_server
 class NeverReady:
     url, has_ended = "http://127.0.0.1:9/api", False
 
-    def answers(self):
+    def wait_until_healthy(self):
         assert os.environ["PREFECT_API_URL"] == self.url
         raise KeyboardInterrupt
 
-    def end(self):
+    def terminate(self):
         self.has_ended = True
 
 server = NeverReady()

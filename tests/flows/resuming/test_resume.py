@@ -314,7 +314,7 @@ def test_a_fork_that_cannot_be_resumed_with_its_arguments_is_not_made(local_targ
 
     run_search(local_target, num_samples=2)
     run_search(local_target, "unnamed", report_error, num_samples=1)
-    with pytest.raises(pt.InvalidInput, match="has 2 already"):
+    with pytest.raises(pt.InvalidInput, match="already has 2 samples"):
         pt.resume("old", target=local_target, fork="new", num_samples=1)
     with pytest.raises(pt.InvalidInput, match="does not store 'trainable'"):
         pt.resume("unnamed", target=local_target, fork="new")
