@@ -1,6 +1,6 @@
 """The Prefect blocks: storage targets with their credentials, and the sync configuration.
 
-Importing this package registers every block with Prefect. A storage client is imported only when a target is opened.
+The import registers every block with Prefect. The client for S3, GCS and Azure is imported when a target is opened.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Return the target of `value` without contacting the target. Only a slug needs the Prefect server.
+    """Return the target that `value` describes, without contacting it. Only a slug needs the Prefect server.
 
-    A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is a `block-type/name` slug if it has
-    exactly one `/` and does not start with `/`, `./`, `../` or `~`; the type must be a target block. All other strings
-    are paths. Write a relative path of two parts as `./runs/first`. A `PathLike` is always a path. A relative path
+    A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is the `block-type/name` slug of a
+    target block if it has no spaces, a single `/`, and before it only lower-case letters, digits and hyphens; so write
+    a relative path of two parts as `./runs/first`. All other strings, and each `PathLike`, are paths. A relative path
     starts at the working directory; it is an error in a run of a deployment, whose worker chooses this directory.
 
     Raises:
@@ -52,7 +52,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
 
 
 def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
-    """Resolve a target to read from; unlike `resolve_target`, accept read-only schemes, and create no folder."""
+    """Resolve a target to read from: its scheme may be read-only, and opening it does not create a missing folder."""
     parsed = _parse_target(value, for_reading=True)
     target = parsed if isinstance(parsed, StorageTarget) else _load_block(*parsed)
     return target.model_copy(update={"must_exist": True}) if isinstance(target, LocalTarget) else target
@@ -73,7 +73,7 @@ def make_block_slug_pattern() -> str:
 
 
 def require_absolute_target(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
-    """Check that a target is the same location for each process, not a path below its working directory or its home.
+    """Check that a target is the same location in each process: no path below a process's working directory or home.
 
     Raises:
         InvalidInput: `value` is a relative path, or starts with `~`.
@@ -105,7 +105,7 @@ def target_reference(target: StorageTarget) -> str:
 
 
 def target_from_fields(fields: Mapping[str, object]) -> StorageTarget:
-    """Return the target whose fields a saved block contains.
+    """Create a target from the fields of a saved block.
 
     The field `block_type_slug` names the target's type. Prefect omits this field in a nested block; the other fields
     must then fit exactly one target type.
@@ -173,7 +173,7 @@ def _parse_folder(text: str, *, for_reading: bool) -> LocalTarget:
     if scheme := _SINGLE_SLASH_URI.match(text):
         raise InvalidInput(
             f"target: {text!r}: expected two slashes after {scheme[1]}:, as in {scheme[1]}://{text[scheme.end() :]}; "
-            f"pass a string, because a Path keeps only one slash; or {f'./{text}'!r} for a folder of this name"
+            f"pass a string (a Path keeps only one slash), or {f'./{text}'!r} for a folder of this name"
         )
     path = Path(text)
     is_relative = not path.is_absolute() and not text.startswith("~")

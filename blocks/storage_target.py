@@ -1,4 +1,4 @@
-"""Base classes for all storage target blocks and for targets in a bucket, and the check that tests a target."""
+"""The base classes of all blocks, of all targets, and of targets in a bucket; and the check of a target."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 
-# The base class of all blocks of this package. It makes them immutable, and rejects unknown fields.
+# Common to the blocks of this package: their logos, and their base class, `StrictBlock`.
 
 
 def make_block_logo_url(name: str) -> HttpUrl:
@@ -70,7 +70,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
     schema_extra(schema, model)
     required = schema.get("required", ())
     last_fields = getattr(model, "_last_form_fields", ())
-    # The UI shows the fields in this order. sorted() is stable, so fields with equal keys keep the class's order.
+    # The UI shows required fields, then optional ones, then `last_fields`. Within a group, the class's order stays.
     sort_keys = {name: (name not in required, name in last_fields) for name in schema["properties"]}
     schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: sort_keys[item[0]]))
 
@@ -78,7 +78,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
 class StrictBlock(Block, ABC):
     """A frozen Prefect block that rejects unknown fields.
 
-    All invalid fields together raise one `InvalidInput` in one line, without the input, which may contain secrets.
+    One `InvalidInput` lists all invalid fields in one line. It does not print the whole input, which may have secrets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_extend_schema)
@@ -182,13 +182,13 @@ class StorageTarget(StrictBlock, ABC):
     """
 
     _client: ClassVar[Client | None] = None
-    """The storage client whose URIs `_from_location` accepts; None if the class accepts no URI."""
+    """URIs that belong to this storage client become targets of this class (`_from_location`). If None, no URIs do."""
     _last_form_fields: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
         default=None,
         description="Signs the settings of searches on this target. A resume by name then accepts only settings signed "
-        "with this key, so write access to the target is not enough to run other code. At least 16 characters.",
+        "with this key, so write access to the target alone cannot change which code runs. At least 16 characters.",
     )
 
     @field_validator("signing_key")
@@ -269,7 +269,7 @@ class ObjectTarget(StorageTarget, ABC):
     conditional_writes: bool = Field(
         default=True,
         description="Whether the server refuses a second create of the same object; check() tests this. "
-        "If not, the target serves one runner only.",
+        "If False, only one runner can use the target.",
     )
 
     @field_validator("prefix")
@@ -393,7 +393,7 @@ _REFUSAL_HINTS = {
     "write again": "read-only: listing is permitted, writing is not",
     "delete": "old checkpoints could never be removed",
 }
-"""What it means for the user if the target refuses this step of the check."""
+"""For each step of the check: what it means for the user if the target refuses the step."""
 _PROBE_FOLDER = ".check"  # not a valid experiment name, so no probe is ever read as a checkpoint
 _RACING_WRITER_COUNT = 4
 _MIN_SECRET_CHARACTERS = 6  # shorter secrets are not masked: "s" would mask half of the message
@@ -404,7 +404,7 @@ class TargetCheck:
     """The result of `check()`.
 
     `ok` says whether checkpoints can be committed on the target. `message` describes the error, or the successful
-    probes, in one line. Without `conditional_create`, two runners could both commit, so only one may use the target.
+    probes, in one line. If `conditional_create` is False, two runners could both commit, so use only one.
     """
 
     ok: bool

@@ -36,7 +36,7 @@ _MIN_REQUEST_PERIOD, _MAX_REQUEST_PERIOD = timedelta(seconds=0.5), timedelta(sec
 class SyncConfig(StrictBlock):
     """Sets when experiment state and artifacts are synced, the timeout of a sync, and the excluded files.
 
-    Checkpoints do not wait for `sync_period_seconds`, because each checkpoint is persisted before it is committed.
+    Checkpoints do not wait for `sync_period_seconds`: each is uploaded and committed when it is saved.
 
     Example:
         ```python
@@ -64,8 +64,8 @@ class SyncConfig(StrictBlock):
     sync_period_seconds: Number = Field(
         default=300,
         ge=0,
-        description="Minimum time in seconds between two periodic syncs, and the maximum time that a report waits for "
-        "the journal.",
+        description="Minimum time in seconds between two periodic syncs. Also the maximum time for which a report is "
+        "queued before it is written to the journal; training does not wait for this.",
     )
     live_period_seconds: _LivePeriod | None = Field(
         default=5,
@@ -96,8 +96,8 @@ class SyncConfig(StrictBlock):
     verify_reused_every: WholeNumber = Field(
         default=16,
         ge=1,
-        description="Data that several checkpoints share is uploaded once. Each commit reads back and verifies a part "
-        "of it, all of it within this number of commits; damaged data is uploaded again. 1: all in each commit.",
+        description="Data that several checkpoints share is uploaded once. Each commit reads back and verifies a part, "
+        "so that this number of commits verifies all; damaged data is uploaded again. 1: each commit verifies all.",
     )
 
     @field_validator("upload_dir", mode="before")
@@ -175,7 +175,7 @@ class SyncConfig(StrictBlock):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """The patterns of files that are not uploaded: the user's patterns and the trial's internal files."""
+        """The patterns of files that are not uploaded: the user's patterns, and those of the trial's internal files."""
         from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS
 
         return (*self.artifact_excludes, *NON_ARTIFACT_PATTERNS)
@@ -187,7 +187,7 @@ class SyncConfig(StrictBlock):
     def validate_upload_dir(self) -> bool:
         """Return True if `upload_dir` is a valid target, without connecting to it.
 
-        If `upload_dir` is a string, and the user's syncer has a method of this name, the syncer's method decides.
+        If `upload_dir` is a string, and the user's syncer has a method `validate_upload_dir`, that method decides.
 
         Raises:
             InvalidInput: `upload_dir` is not valid.

@@ -80,8 +80,8 @@ class LocalTarget(StorageTarget):
 
     may_hang: bool = Field(
         default=False,
-        description="Whether the folder is on a network mount that may hang. All operations then run in child "
-        "processes that are killed at the deadline, which costs an additional copy of the bytes.",
+        description="Whether the folder is on a network mount that may hang. If True, all operations run in child "
+        "processes, which are killed at the deadline. This costs an additional copy of the bytes.",
     )
 
     @field_validator("path", mode="before")
@@ -176,7 +176,7 @@ class FsspecTarget(StorageTarget):
             raise ValueError(
                 f"expected an absolute path, like {scheme}:///folder: a relative path depends on the process"
             )
-        if scheme not in fsspec.available_protocols():  # the list includes schemes of missing packages
+        if scheme not in fsspec.available_protocols():  # a scheme is in this list even if its package is missing
             raise ValueError(f"fsspec does not know the scheme {scheme!r}")
         return uri.rstrip("/") if not uri.endswith("://") else uri
 
@@ -212,7 +212,7 @@ class FsspecTarget(StorageTarget):
 
 
 def load_fsspec_class(scheme: str) -> Any:
-    """Return fsspec's class for `scheme`; the import opens no connection.
+    """Import and return fsspec's class for `scheme`, without opening a connection.
 
     Raises:
         InvalidInput: a package is missing; the message names it.
@@ -250,7 +250,7 @@ class S3Target(ObjectTarget):
         description="The bucket's name, without 's3://'."
     )
     region: str | None = Field(
-        default=None, description="The bucket's region. Empty: from the environment, else us-east-1."
+        default=None, description="The bucket's region. Empty: from the credentials or the environment, else us-east-1."
     )
     access_key_id: str | None = Field(default=None, description="The access key id; needs secret_access_key.")
     secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
@@ -264,8 +264,8 @@ class S3Target(ObjectTarget):
     )
     payload_signing: Literal["without-tls", "always", "never"] = Field(
         default="without-tls",
-        description="When signatures include the payload. Signing takes more CPU than the upload itself, and TLS "
-        "already protects the payload.",
+        description="In which cases the signature of a request includes its payload. Signing a payload takes more CPU "
+        "than uploading it, and TLS already protects it.",
     )
 
     @model_validator(mode="after")
@@ -320,7 +320,7 @@ class S3Target(ObjectTarget):
         return find_ambient_access(os.environ, anonymous=self.anonymous)
 
 
-# The key for anonymous access. With disable_oauth, reads and writes are unsigned; with skip_signature, only reads are.
+# The key for anonymous access. disable_oauth leaves all requests unsigned; skip_signature would still sign writes.
 _ANONYMOUS_KEY = json.dumps({"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
@@ -422,7 +422,7 @@ class AzureTarget(ObjectTarget):
         default=None, description="A connection string, which includes the account's name."
     )
     credentials: AzureBlock = Field(
-        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead of the fields above."
+        default=None, description="An AzureBlobStorageCredentials block of prefect-azure, instead of other credentials."
     )
 
     @field_validator("connection_string")

@@ -47,7 +47,7 @@ class TrialResult(RenamedMembers):
     recomputed_steps: int
     """Number of steps that are known to have been trained again."""
     recomputed_is_lower_bound: bool
-    """Whether more steps may have been trained again, because a run was lost together with its last reports."""
+    """Whether more steps may have been trained again, because a run ended before it journaled its last reports."""
 
     def _repr_html_(self) -> str:
         """Return the result for a notebook."""
@@ -108,7 +108,7 @@ def durable_trainable(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints to keep. Default: all.
         failures: the two retry budgets. Default: 0 for failures of the trainable, 10 for failures of the machine.
-        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
+        sync: periods and timeouts in seconds, and artifacts; with `commit="async"`, training continues during uploads.
         isolation: `process` trains in a child process; `thread` trains in this process, for debuggers.
         processes_per_trial: how many processes train together, each with the whole trainable and a rank in the
             environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
@@ -123,17 +123,17 @@ def durable_trainable(
 
     Raises:
         InvalidInput: an argument is invalid, or does not fit the experiment; nothing was started.
-        TrialFailed: a retry budget is used up. Fix the cause and run the flow again: it resumes.
+        TrialFailed: a retry budget is used up. Fix the cause, then run the flow again to continue.
         Superseded: another run has taken over the experiment.
         ResumeFailed: the experiment exists and cannot be read.
         CrashLoop: automations restarted this run repeatedly, without progress.
-        StoreUnavailable: the target did not answer for too long. Run the flow again: it resumes.
+        StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
-    parameters = dict(locals())  # all of them except `config` are fields of `SearchPlan`
+    parameters = dict(locals())  # all parameters except `config` are fields of `SearchPlan`
     parameters.pop("config")
-    from prefect_tune.ownership import with_experiment_name
-    from prefect_tune.tuner.run_training import run_training  # late; flow_with_server preloads it while a server starts
+    from prefect_tune.ownership import with_experiment_name  # here, since only calls need these modules
+    from prefect_tune.tuner.run_training import run_training
 
     plan = SearchPlan(**parameters)
     outcome = run_training(with_experiment_name(plan, config) if experiment is None else plan, config)

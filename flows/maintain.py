@@ -46,10 +46,10 @@ def maintain(
 ) -> MaintenanceReport:
     """Maintain a target: verify checkpoints, quarantine damaged ones, collect garbage, and report.
 
-    The flow may run at any time, even during experiments or another maintenance. It takes over no experiment, and
-    deletes nothing that is referenced or that a save in progress may reference. The next run completes the work of an
-    interrupted run. If the flow finds damage, it first completes all other work, and then fails. The report lists all
-    damage, and is an artifact of the run. If an object cannot be read, the flow reports the object and continues.
+    The flow can run at any time, even during experiments or another maintenance. It takes over no experiment, and
+    deletes nothing that is referenced or that a running save may still reference. The next run completes the work of
+    an interrupted run. If the flow finds damage, it first completes all other work, and then fails. The report lists
+    all damage, and is a Prefect artifact of the run. If an object cannot be read, the flow reports it and continues.
 
     ```python
     report = pt.maintain("runs", verify="all", retention=pt.Retention(last=1))
@@ -66,8 +66,8 @@ def maintain(
             `prefect-tune verify --release`.
         collect: whether to delete retired checkpoints and the remains of interrupted saves.
         retention: which checkpoints of finished experiments to keep, such as `{"last": 1}`. Default: all. Always kept:
-            the best checkpoint, each trial's newest, cloned checkpoints, and all checkpoints of the best trial.
-        time_budget_seconds: seconds after which no work begins. Each day, another experiment is first. Default: none.
+            the best checkpoint, all checkpoints of the best trial, the newest of each trial, and cloned checkpoints.
+        time_budget_seconds: seconds after which no work begins. The experiments' order changes daily. Default: none.
         dry_run: check and report only; do not change the target.
 
     Returns:

@@ -78,8 +78,8 @@ def resume(
 ) -> Results:
     """Resume the search `experiment` with the settings in its journal; parameters given here replace these settings.
 
-    The search continues as with `tune` and the same experiment name, but `resume` needs no code: call it from a form,
-    a schedule or a command line. `resume` never creates an experiment; a missing experiment is an error.
+    The search continues as with `tune` and the same experiment name, but `resume` needs no code, so that a form, a
+    schedule or a command line can call it. `resume` never creates an experiment; a missing experiment is an error.
 
     ```python
     results = pt.resume("digits", target="runs", num_samples=20)
@@ -90,16 +90,16 @@ def resume(
         target: where the experiment is stored. An absolute path or URI, such as `s3://bucket/runs`, the `type/name` of
             a saved block, such as `s3-target/prod`, or the block; in a script also a relative path.
         num_samples: new total number of samples, not smaller than before; the search continues where it ended. With a
-            grid, how often each point is tried in total; see `tune`. Default: the number in the journal.
+            grid, how many times each point is tried in total; see `tune`. Default: the number in the journal.
         samples_per_run: how many samples this run adds, instead of `num_samples`; see `tune`.
         stop: new stop criterion of the trials, such as `{"step": 200}`; trials that do not meet it yet continue.
         rerun_errored: retry errored trials, with their configurations; `only` trains only these.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
             target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
-        at: with `fork`: number of the journal entry at which the trials' progress is forked. Default: the last entry.
-        strict_fork: refuse to fork if a checkpoint of that entry has since been deleted. Otherwise, the checkpoint's
-            trial continues from its newest remaining checkpoint or from the beginning, and the log reports this.
+        at: only with `fork`: number of the journal entry after which the fork begins. Default: the last entry.
+        strict_fork: refuse to fork if a checkpoint that was live at the entry `at` has been deleted since. By default,
+            a trial whose checkpoint was deleted continues from its newest remaining one or from step 0, with a warning.
         space: another space for new trials, such as `{"lr": {"loguniform": [1e-5, 0.01]}}`; earlier trials stay data.
         search: another search algorithm from now on; required if the journal's algorithm has no JSON form.
         scheduler: another scheduler, such as `{"ASHA": {"max_t": 81}}`; required if the old one has no JSON form.
@@ -112,15 +112,15 @@ def resume(
         nodes_per_trial: how many nodes train a trial together from now on; see `tune`.
         min_nodes: number of nodes with which an attempt begins from now on; see `tune`.
         metrics_from: which metrics a step of several processes reports from now on; see `tune`.
-        trainable: `package.module:Name`; required if the experiment began with an object that has no import path, or
-            if the trainable that the journal names is not trusted: see `trusted_packages`.
+        trainable: `package.module:Name`; required if the journal has no import path of it, or one that is not trusted.
         callbacks: callbacks from now on. The journal cannot store callback objects: if they are not passed here, the
             search continues without them, and logs a warning.
         sync: periods and timeouts in seconds, and artifacts, from now on.
         trial_job_variables: job variables of trials that run as deployments from now on; see `tune`.
         trusted_packages: packages whose classes and functions the journal may name, such as `my_project`. Default:
-            the packages in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. Pass all other code as parameters, unless the
-            target is a folder that only this user can write to, or has a `signing_key` that signed the journal.
+            the packages in PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES. The journal may name any code if the target is
+            a local folder that only this user can write to. If the target has a `signing_key`, only a journal that is
+            signed with this key may name code, and it may name any code.
         on_code_change: whether to `warn` or to `refuse` if the source of the trainable has changed.
 
     Returns:
@@ -133,12 +133,12 @@ def resume(
         CheckpointNotFound: with `strict_fork`, a checkpoint has been deleted.
         Superseded: another run has taken over the experiment.
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
-            step; `results` has the Results. The flow run ends Failed.
+            step; the Results are in the error's `results`. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
-    parameters = dict(locals())  # by name; the fields of `SearchPlan` have the same names
+    parameters = dict(locals())  # each option that a resume accepts is a parameter of the same name
     resolved = resolve_target(target)
     options = {name: parameters[name] for name, option in OPTIONS.items() if option.at_resume}
     passed = {name: value for name, value in options.items() if value is not None}
@@ -149,7 +149,7 @@ def resume(
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
         if (source := load_fork_origin(resolved, request)) is not None:
-            make_plan(source)  # raises its errors before the fork exists
+            make_plan(source)  # only so that its errors are raised before the fork exists
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
     if not state.entry_count:
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not get_earlier_choices(state):  # a choice in a form may have raised `num_samples`
+    if options["search"] is None and not get_earlier_choices(state):  # a total from a form may exceed `num_samples`
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

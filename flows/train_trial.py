@@ -53,5 +53,5 @@ def train_trial(spec: TrialSpec, request: dict[str, Any], attempt: int, node: in
                 return make_attempt_task(spec.tags)(spec, attempt_request, channel.use_stop_event(stop))
 
         end_state = train(train_attempt)
-    # Automations match standard names of states, so the name of `end_state`, such as Pruned, goes into the message.
+    # Automations match the standard names of states, so a special name, such as Pruned, is only in the message.
     return State(type=end_state.type, message=f"{end_state.name}: {end_state.message}")

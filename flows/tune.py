@@ -104,20 +104,20 @@ def tune(
         metric: the reported metric to compare trials by, such as `loss`, or `eval/loss` if it is nested; or several.
         mode: whether the metric is minimized (`min`) or maximized (`max`); one mode for all metrics, or one for each.
             Default: `min`, with a warning for a name such as `accuracy`.
-        num_samples: total number of configurations to try; with a grid, how often each point is tried. Default: 10;
-            1 for a grid without other sampled values; or the number in `search`.
+        num_samples: total number of configurations to try; with a grid, how many times each point is tried. Default:
+            the number in `search`; without `search`, 1 if the only sampled values are grids, and 10 for other spaces.
         samples_per_run: how many samples each scheduled run adds to the samples of earlier runs, instead of a total in
             `num_samples`. Unfinished samples come first. A restart (Retry, Resume, automation) adds no samples.
         stop: a trial is finished when a metric reaches a limit (`>=`, like Ray), such as `{"step": 100}`. Limits of the
             experiment end the search, such as `MaxFailures` in `{"step": 100, "MaxFailures": {"failures": 5}}`; in code
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
-        scheduler: stops poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
+        scheduler: ends poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
         search: the algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search and grids.
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         max_concurrent_trials: how many trials train at once. Default: one trial for each CPU, or as many trials as fit
-            with their `resources_per_trial`. Never more than `max_workers` of the flow's thread pool task runner.
+            with their `resources_per_trial`. Never more than `max_workers` of the flow's `ThreadPoolTaskRunner`.
         resources_per_trial: resources of each trial: `{"cpu": 2, "gpu": 1}`; GPUs may be fractional. On this machine
             trials wait for free resources, and see only their GPUs (CUDA_VISIBLE_DEVICES); Dask and Ray schedule trials
             by these resources.
@@ -125,22 +125,22 @@ def tune(
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints of a trial are kept. Default: all.
         failures: the retry budgets of a trial. Default: 0 for its own failures, 10 for failures of the machine.
-        allow_missing_metric: whether reports may lack the metric; if not, a trial that reports no number for it fails.
+        allow_missing_metric: whether reports may lack the metric. By default, a report that lacks it fails the trial.
         fail_fast: whether the first trial that errors ends the experiment; the other trials save and can be resumed.
             None: the same error in three trials ends the experiment, if no trial has reported a second step.
         resume: `auto` resumes the experiment if it exists, and begins it otherwise; `must` (or true) requires that it
             exists, `never` (or false) that it does not exist. Ray's values, such as `auto+errored`, are also accepted.
         rerun_errored: retry trials that errored in an earlier run, with their configurations; `only` trains only these.
         warm_start: experiments whose finished trials the search learns from: names on the same target, or
-            `s3://bucket/folder/name`. These trials are copied into this experiment's journal, but do not count.
+            `s3://bucket/folder/name`. The trials are copied to this experiment's journal, but do not count as samples.
         on_code_change: whether to `warn` or to `refuse` if the source of the experiment's trainable has changed.
         trials: `tasks` runs trials on the flow's task runner (threads, Dask, Ray); `deployment` starts a flow run for
             each attempt, on the work pool of `trial_deployment`.
-        trial_deployment: `flow/deployment` of a deployment of `prefect_tune.flows.train_trial.train_trial`.
+        trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`, named as `flow/deployment`.
         trial_job_variables: job variables of the trials' flow runs, such as CPU and memory, named as in the work pool.
         trial_tags: tags of each attempt's task run, and of its flow run if it has one. Prefect's limits by tag apply.
         concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
-        sync: periods and timeouts in seconds, artifacts, and `commit="async"`, to continue training during an upload.
+        sync: periods and timeouts in seconds, and artifacts; with `commit="async"`, training continues during uploads.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
         isolation: `process` trains each trial in a child process; `thread` trains it in this process, for debuggers.
         processes_per_trial: how many processes train a trial together, each with the whole trainable and a rank in the
@@ -163,14 +163,14 @@ def tune(
     Raises:
         InvalidInput: a parameter is not valid; nothing was started.
         Superseded: another run has taken over the experiment.
-        ResumeFailed: the experiment exists and cannot be read; or it does not exist, with `resume="must"`.
+        ResumeFailed: the experiment cannot be read, or does not exist although `resume="must"` requires it.
         SearchFailed: every trial errored, or three errored in the same way before any trial reported a second
-            step; `results` has the Results. The flow run ends Failed.
+            step; the Results are in the error's `results`. The flow run ends Failed.
         CrashLoop: automations restarted this run too often without progress.
         StoreUnavailable: the target did not answer for too long. Run the flow again to continue.
         StoreRefused: the target refused requests (wrong credentials) at the start or for too long; run the flow again.
     """
-    parameters = dict(locals())  # the fields of `SearchPlan` have the same names
+    parameters = dict(locals())  # each parameter is a field of `SearchPlan`
     # Imported here, since only calls need these modules; `flow_with_server` imports them while the server starts.
     from prefect_tune.ownership import with_experiment_name
     from prefect_tune.parameters.search_plan import SearchPlan

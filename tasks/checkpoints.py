@@ -1,7 +1,7 @@
 """The engine's tasks that publish, download and delete a checkpoint, and the public tasks for users' own flows.
 
 The engine's tasks take a `CheckpointKey` or `TrialKey`. Besides the errors in their docstrings, they raise
-`StoreRefused` (credentials, permission, bucket; retried within `retrying_refusals`), and `StoreUnavailable` or
+`StoreRefused` (for credentials, permission or bucket; retried within `retrying_refusals`), and `StoreUnavailable` or
 `CommitUnknown` if all retries failed. The public tasks take names, and call the engine's functions. To save or delete,
 they take ownership of the experiment (see `prefect_tune.ownership`).
 """
@@ -301,8 +301,8 @@ def save_checkpoint(
     if not StagedFiles(args.directory).files:
         raise InvalidInput(
             f"checkpoint directory {args.directory}: expected at least one file, found none. Nothing was written: "
-            "save the state into it first, or journal a step without a checkpoint with "
-            "pt.sync_experiment_state(reports=...)"
+            "save the state into it first, or use pt.sync_experiment_state(reports=...) to journal a step that has no "
+            "checkpoint"
         )
     return retry_on_conflict(_CheckpointSave(args).save_and_journal)
 
@@ -392,7 +392,7 @@ class _CheckpointSave:
                 self._args.directory,
                 metadata.model_copy(update={"user_metadata": self._args.metadata}),
                 trial,
-                # The sequence grows with each commit, so no process has to count commits.
+                # The sequence serves as the count of commits, since it grows with each commit.
                 reverification=Reverification(trial.next_sequence, SyncConfig().verify_reused_every),
                 timeout_seconds=self._args.timeout_seconds,
             )
@@ -511,7 +511,7 @@ def _quarantine_checkpoint(args: RestoreArguments, key: CheckpointKey, damage: E
     """Quarantine a damaged checkpoint for all readers, so that its step can be saved again.
 
     Raises:
-        _RetiredDuringRestoreError: the checkpoint is not damaged: the trial has retired it since the journal was read.
+        _RetiredDuringRestoreError: the checkpoint is not damaged, but retired since the journal was read.
     """
     log, reason = get_run_log(), f"{type(damage).__name__}: {damage}"
     try:
@@ -534,7 +534,7 @@ def delete_checkpoint(
     The flow run then owns the experiment, as after `save_checkpoint`. A quarantined checkpoint of the step is deleted
     too, and can no longer be released. A repeated call deletes nothing. If the newest checkpoint is deleted, the trial
     goes back to the previous checkpoint, and can save the step again. If the trial is running, the journal records at
-    once that the trial's next attempt starts from the previous checkpoint, which `show` and results then show.
+    once that the trial's next attempt starts from the previous checkpoint, so `show` and results show this checkpoint.
     For `timeout_seconds`, see `save_checkpoint`.
 
     ```python

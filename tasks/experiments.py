@@ -281,7 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    The task logs a warning for each trial of which the origin has deleted checkpoints, or has only quarantined ones.
+    The task warns of each trial of which the origin has deleted checkpoints, and of each with only quarantined ones.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -406,7 +406,7 @@ def publish_results(
         reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
             table = trials_to_arrow(experiment) if rows == "trials" else curves_to_arrow(experiment, reports)
-            with suppress(AlreadyExists):  # its name has the entry's number, so its content is the same
+            with suppress(AlreadyExists):  # the file has the entry's number in its name, so the same content
                 store.create(path, to_parquet(table, {**metadata, "version": COLUMN_VERSIONS[rows]}))
             delete_older_documents(store, before=path)
     return paths

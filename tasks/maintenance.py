@@ -90,7 +90,7 @@ def quarantine_checkpoints(
 def prune_checkpoints(target: StorageTarget, journal: JournalKey, policy: Retention, *, dry_run: bool = False) -> int:
     """In a finished experiment, retire the checkpoints that `policy` does not keep; return how many are retired.
 
-    Nothing is retired while a trial has not ended. The best checkpoint and all checkpoints of the best trial are kept.
+    Nothing is retired until all trials have ended. The best checkpoint and all checkpoints of the best trial are kept.
     A dry run only counts. `collect_garbage` deletes retired checkpoints. Raises the errors of `quarantine_checkpoints`.
     """
     with target.open(timeout=_TIMEOUT) as store:

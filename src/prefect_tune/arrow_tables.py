@@ -114,7 +114,7 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if the file is damaged, of another version, or of another `digest`.
+    """Return the reports in a Parquet file; None if it is damaged, has another version, or its digest is not `digest`.
 
     If this returns None, the caller reads the reports from the journal. Nothing in the file is executed.
     """
@@ -139,7 +139,7 @@ def _get_newest_checkpoint_path(experiment: JournalKey, trial: Trial) -> str | N
 
 
 _Columns: TypeAlias = Mapping[str, tuple[str, Callable[[JournalKey, Trial], object]]]
-"""The columns that every experiment has: by name, the Arrow type, and the function that returns a trial's value."""
+"""Columns that every experiment has; for each name, the Arrow type and the function that returns a trial's value."""
 _FIRST_COLUMNS: _Columns = {
     "trial": ("string", lambda _, trial: trial.id),
     "status": ("string", lambda _, trial: str(trial.status)),
@@ -158,7 +158,7 @@ _LAST_COLUMNS: _Columns = {
 
 
 def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """Return a column for each name that occurs in `rows`; the column is null where a row lacks the name."""
+    """Return a column for each name in `rows`, null where a row lacks it; a name in `taken` becomes `metrics/...`."""
     columns: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():
@@ -189,9 +189,9 @@ def _make_column(column: list[Any]) -> pa.Array:
 
 
 def read_reports(store: ObjectStore, experiment: Experiment) -> pa.Table:
-    """Return the valid reports, one per row, from the file published for this state or else from the journal."""
+    """Return the valid reports, one per row, from the published file if it is current, otherwise from the journal."""
     path = results_path(experiment.key, "reports", experiment.entry_count)
-    with suppress(ObjectNotFound, JournalCorrupt):  # JournalCorrupt: too large to be a file of this package
+    with suppress(ObjectNotFound, JournalCorrupt):  # JournalCorrupt: the file is too large to be from this package
         if (table := parse_reports(read_document(store, path, JournalCorrupt), experiment.digest)) is not None:
             return table
     return curves_to_arrow(experiment, read_curves(store, experiment))

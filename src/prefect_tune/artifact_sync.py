@@ -1,12 +1,12 @@
 """The syncers of a trial's artifacts: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
-The built-in syncer mirrors a directory in the background. Each file becomes one plain object; only changes are sent.
+The built-in syncer mirrors a directory in the background. Each file is one plain object; only changed files are sent.
 
     <directory>/logs/events.out   ──►   <remote>/logs/events.out
 
 A changed file replaces its object. Nothing else on the target depends on artifacts, so it is acceptable that a reader
-can see a mix of two syncs, and that a lost attempt that still runs can replace a file of the next attempt. Whatever a
-key or a link names, a sync writes no object outside the remote folder, and no local file outside the directory.
+can see a mix of two syncs, and that a lost attempt that still runs can replace a file of the next attempt. Even if a
+key or a link leads elsewhere, a sync writes no object outside the remote folder, and no file outside the directory.
 """
 
 from __future__ import annotations
@@ -328,9 +328,9 @@ class TargetSyncer(Syncer):
 
         Raises:
             SyncTimedOut: the commands did not end within `timeout`, or `sync_timeout` stopped a command.
-            TuneError: a command failed; the error has the class of its cause. Each `wait` raises the error until a
-                retry succeeds or a later command replaces the failed command. An error of `sync_down` that no retry can
-                fix is raised only once.
+            TuneError: a command failed; if it failed with a TuneError, this error has the same class. Each `wait`
+                raises the error until a retry succeeds or a later command replaces the failed command. An error of
+                `sync_down` that no retry can fix is raised only once.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deadline = None if seconds is None else self._clock() + seconds
@@ -346,7 +346,7 @@ class TargetSyncer(Syncer):
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
                 if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
-                    del self._failed_commands[command]  # raise once: no retry can help, and no file is unsaved
+                    del self._failed_commands[command]  # raised only once: no retry can help, and no upload is missing
                 if error is None:
                     raise TuneError(f"{command}: it was not done when this syncer was copied; `retry` runs it again")
                 if isinstance(error, TuneError):
@@ -367,7 +367,7 @@ class TargetSyncer(Syncer):
             self._next_start_seconds = 0.0
 
     def _is_sync_due(self, action: SyncAction) -> bool:
-        """A running sync counts as the last sync. After failures, none is due for 2, 4, ... s, up to `sync_period`."""
+        """A running sync counts as the last. After failures, no sync is due for 2, 4, ... s, at most `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
@@ -488,7 +488,7 @@ def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
 _PIECE_BYTES = 8 * 1024 * 1024
 _CLOCK_TICK_NS = 50_000_000  # longer than a tick of a file system's clock, which takes at most 10 ms on Linux
 _MAX_KEY_BYTES = 900  # S3, Google and Azure accept 1,024; the rest is for the target's prefix
-_INVALID_KEY_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # XML listings cannot show them
+_INVALID_KEY_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")  # XML listings cannot show these
 _PARTIAL_DOWNLOAD = re.compile(r"\.[0-9a-f]{32}\.part")
 
 _FileStamp: TypeAlias = tuple[int, int, int]
@@ -501,12 +501,12 @@ class ArtifactMirror:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._mirrored: dict[str, _FileStamp | None] = {}
-        """By path: the stamp of the local file when it was sent or received; None if the remote copy may differ."""
+        """Maps a path to the local file's stamp when it was sent or received; to None if the remote copy may differ."""
 
     def upload(self, store: ObjectStore, folder: str, excludes: Sequence[str]) -> Mapping[str, str]:
-        """Send new and changed files, delete vanished files, and return the reason for each path that is left out.
+        """Send new and changed files, delete the objects of deleted files, and return why each path is left out.
 
-        An upload deletes only files that this mirror sent or received. The result contains links out of the directory
+        An upload deletes only objects that this mirror sent or received. The result contains links out of the directory
         or to folders, entries that cannot be read or are neither file nor folder, names that some targets reject, and
         matches of `NON_ARTIFACT_PATTERNS`. It contains no excluded files, no empty folders, and no files that vanish
         before they are read. On the target, the paths in the result and all paths below them stay unchanged.
@@ -542,7 +542,7 @@ class ArtifactMirror:
                 left_out[path] = str(unsendable)
                 del mirrored[path]
                 return
-            if local[path][1] < settled_ns:  # else, a later write in the same clock tick might not change the stamp
+            if local[path][1] < settled_ns:  # if it is newer, a write in the same clock tick might not change the stamp
                 mirrored[path] = local[path]
 
         for _ in store.map(upload_file, [path for path, stamp in local.items() if mirrored.get(path) != stamp]):
@@ -590,13 +590,13 @@ class ArtifactMirror:
 
 
 def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Return whether a file, one of its folders or the directory itself is left out, so the file may still exist."""
+    """Return whether a file, one of its folders or the directory itself is left out: then the file may still exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 
 
 def _make_object_key(folder: str, path: str) -> str:
-    return f"{folder}/{path}" if folder else path  # an empty folder is the root of a target
+    return f"{folder}/{path}" if folder else path  # `folder` is empty for the root of a target
 
 
 def _make_file_stamp(status: os.stat_result) -> _FileStamp:

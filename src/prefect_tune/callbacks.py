@@ -1,4 +1,4 @@
-"""`pt.Callback`: hooks that observe the trials of a search, in the process of the search; independent of Prefect.
+"""`pt.Callback`: hooks that run in the process of a search and observe its trials. They do not depend on Prefect.
 
 A callback cannot influence the search. No trial waits for a callback, and an error in a hook is only logged.
 """
@@ -53,27 +53,27 @@ class SearchInfo:
     target_uri: str
     """The target's URI, without secrets."""
     objective: Objective | None
-    """The metrics by which trials are compared; None without a metric."""
+    """The metrics by which trials are compared; None if the search has no metric."""
     generation: int = 1
-    """The number of experiments that have had this name; after a deletion, a new experiment can have the name."""
+    """The number of experiments that have had this name, with this one; a deletion lets another experiment have it."""
 
 
 class Callback:
     """Observes a search. Override the hooks that you need.
 
-    **When.** The hooks of each callback are called one after the other, in a separate thread. Events of one trial
-    arrive in the order of its history, events of different trials in the order of their receipt. `on_trial_result` is
-    called as soon as a report arrives. Every other hook is called when its event is about to be written to the journal.
+    **When.** Each callback has its own thread, which calls one hook at a time. Events of one trial arrive in the order
+    in which they happened, and events of different trials in the order in which the search received them.
+    `on_trial_result` is called when a report arrives. All other trial hooks are called before their event is journaled.
 
-    **How often.** A callback receives all events of the experiment from the first trial on, even events from before the
-    callback was added, or from times without a running search. It receives each event at least once, in order. The
-    result of `get_state` is stored on the target every few seconds and at the end, with the number of the last journal
-    entry that the callback has received. After a regular end, no event is repeated. After a crash, the events after the
-    stored entry may be repeated; recognize a repeated event by `trial`, `attempt`, `step` and a checkpoint's sequence.
-    A step that is trained again after a failure is also reported again: see `started.from_step`.
+    **How often.** A callback receives each event of the experiment at least once, in order, even events that happened
+    before the callback was added, or while no search was running. The result of `get_state` is stored on the target
+    every few seconds and at the end, with the number of the last journal entry that the callback has received. After a
+    regular end, no event is repeated. After a crash, the events of later entries may be repeated; recognize a repeated
+    event by `trial`, `attempt`, `step` and a checkpoint's sequence. A step that is trained again after a failure is
+    also reported again: see `started.from_step`.
 
-    **Failures.** An exception in a hook is logged with its traceback, and the event counts as delivered. A hook that
-    hangs is abandoned when the search ends; the next run delivers the events that the hook has missed.
+    **Failures.** An exception in a hook is logged, and the event counts as delivered. A hook that hangs is abandoned
+    when the search ends; the next run delivers the events that the callback has missed.
 
     The argument `trial` is the trial's current state in the journal, and may be newer than the event.
     """
@@ -87,7 +87,7 @@ class Callback:
         """Called before all other hooks. If `setup` raises, this run calls no other hook of the callback."""
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        """An attempt begins after step `started.from_step`; earlier reports of later steps no longer count."""
+        """An attempt begins after step `started.from_step`; older attempts' reports of later steps no longer count."""
 
     def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
         """An attempt begins from a checkpoint; called before `on_trial_start`."""
@@ -118,7 +118,7 @@ class Callback:
         return None
 
     def set_state(self, state: Mapping[str, object]) -> bool | None:
-        """Restore the result of `get_state` of an earlier run; called after `setup`.
+        """Restore the state that `get_state` returned in an earlier run; called after `setup`.
 
         Return False if the state is unusable here, for example on a machine without the callback's files. All
         events are then delivered from the beginning.

@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def make_process_owner(*, attempt: int = 0) -> Owner:
-    """Return an `Owner` that identifies this process in the `Superseded` errors of earlier owners."""
+    """Return an `Owner` that identifies this process, for the `Superseded` errors that earlier owners get."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
@@ -240,7 +240,7 @@ _owners_of_this_process: set[Owner] = set()
 
 
 def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
-    """Set to Crashed the task runs of the attempts that were running in `before`, the state before the takeover.
+    """Set the task runs of attempts that were running in `before`, the state before the takeover, to Crashed.
 
     A daemon thread does this, so the process can exit at once; errors of the Prefect server are ignored. An attempt
     whose flow run is alive keeps its state, and ends by itself as soon as it detects that it was superseded. If the

@@ -3,8 +3,8 @@
     on Linux                                              on other systems (macOS)
     trials are forked, each below a child subreaper       each trial is a started process (`SpawnedProcess`)
     the kernel copies files                               this process reads and writes files
-    /proc: memory and CPU time of trials, the owner of    memory, CPU time and a server's owner are unknown; only a
-      a local server, the types of mounts                   folder's owner and mode count, not the mount's type
+    /proc: memory and CPU time of trials, the owner of    memory, CPU time and a server's owner are unknown; a
+      a local server, the types of mounts                   folder is judged by its owner and mode, not its mount
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
 For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
@@ -77,7 +77,7 @@ def drain_pipe(descriptor: int) -> None:
 
 
 def try_open_pidfd(pid: int) -> list[int]:
-    """Return a list with a pidfd, which becomes readable when the process exits; empty on Linux before 5.3.
+    """Return a list with a pidfd, which becomes readable when the process exits; an empty list on Linux before 5.3.
 
     The end of file on the process's socket shows the exit too, unless a fork of the process keeps the socket open.
     """
@@ -103,7 +103,7 @@ def close_other_descriptors(*descriptors: int) -> None:
 
 
 def list_descriptors() -> dict[str, str]:
-    """Return the file or object behind each open descriptor, by descriptor."""
+    """Return each open descriptor with the file or object behind it."""
     descriptors = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing's own descriptor may be closed
@@ -180,7 +180,7 @@ def read_process_usage(pid: int) -> tuple[float, int] | None:
 def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) -> int:
     """Return the number of CPUs that this process may use, given its affinity and the quotas of its control groups."""
     counts = [len(os.sched_getaffinity(0)) if uses_linux_calls() else os.cpu_count() or 1]
-    with suppress(OSError, ValueError, ArithmeticError):  # control groups v1, in a container
+    with suppress(OSError, ValueError, ArithmeticError):  # the quota of control groups v1, as a container sees it
         quota, period = (int(_read_kernel_file(f"{root}/cpu/cpu.cfs_{name}_us")) for name in ("quota", "period"))
         if quota > 0:
             counts.append(math.ceil(quota / period))

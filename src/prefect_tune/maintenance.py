@@ -101,7 +101,7 @@ class ExperimentMaintenance:
     """Sampled checkpoints that were not read because of the run's limits."""
     damaged: list[DamageFinding] = field(default_factory=list)
     pruned_count: int = 0
-    """Retired checkpoints; in a dry run, checkpoints that would be retired."""
+    """Checkpoints that this run retired; in a dry run, checkpoints that it would retire."""
     collected_count: int = 0
     """Deleted objects; in a dry run, objects that would be deleted."""
     collected_bytes: int = 0
@@ -184,7 +184,7 @@ class MaintenanceReport(RenamedMembers):
 
 
 def publish_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; only log errors, since the run also returns the report."""
+    """Publish the report as an artifact of the flow run; errors are only logged, since the run also returns it."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{hash_bytes(report.target.encode())[:6]}"
     try:
@@ -379,7 +379,7 @@ def delete_experiment(
         if (journal := find_generation_to_delete(store, validate_name(experiment))) is None:
             raise InvalidInput(no_experiment_message(store, experiment, resolved.uri))
         trials: Collection[str] = ()
-        if not is_generation_deleted(store, journal):  # else an interrupted deletion has left objects
+        if not is_generation_deleted(store, journal):  # if it is, an interrupted deletion has left objects
             state = load_experiment(store, journal)
             if not (even_if_running or state.is_being_deleted):
                 _require_no_live_run(store, state, resolved)
@@ -416,12 +416,12 @@ def _require_no_live_run(store: ObjectStore, state: Experiment, target: StorageT
     if not freshness.is_running or freshness.is_stale:
         return
     running_count = sum(trial.status is Status.RUNNING for trial in state.trials.values())
-    count = max(running_count, len(live.trials) if live is not None else 0)  # the live status may be newer
+    count = max(running_count, len(live.trials) if live is not None else 0)  # the live status may be newer than `state`
     sign = pluralize(count, "trial was running", "trials were running") if count else "its process was alive"
     signs = f"{sign} as of {freshness.describe()}"
     is_search = get_experiment_kind(state) == "search"
     how = f"prefect-tune stop {target.cli_argument} {state.name}" if is_search else "cancel its flow run"
     raise InvalidInput(
         f"experiment {state.name!r} at {target.uri}: {state.owner} may still own it: {signs}. End that run first "
-        f"({how}); or, if it has ended or may fail, delete the experiment with even_if_running (--even-if-running)"
+        f"({how}). If it has ended or you let it fail, delete the experiment with even_if_running (--even-if-running)"
     )

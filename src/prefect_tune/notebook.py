@@ -53,7 +53,7 @@ class CellStatus(StrEnum):
 
 
 Draw: TypeAlias = "Callable[[CellStatus, str], tuple[str, str]]"
-"""Returns the output as HTML and as one line of text, for a status and the error message (empty without a failure)."""
+"""Takes the status and an error message ("" without an error); returns the output as HTML and as one line of text."""
 
 
 class CellOutput:
@@ -242,7 +242,7 @@ def render_progress_html(state: ProgressState, status: CellStatus, error: str, l
 
 
 CurvePoints: TypeAlias = "Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]"
-"""Learning curves: by trial and metric, the steps with their values."""
+"""Learning curves: for each trial and metric, the steps with their values."""
 ReadCurves: TypeAlias = "Callable[[Sequence[str], Sequence[str]], CurvePoints]"
 """Reads the learning curves of the given trials (first argument), for the given metrics (second argument)."""
 MAX_ROWS = 20

@@ -83,7 +83,7 @@ MAX_WRITE_RACES = 16
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
 _write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-"""By target and experiment: a lock, since two writes of this process could collide without create-if-absent."""
+"""A lock for each target and experiment, since two writes of this process could collide without create-if-absent."""
 _Result = TypeVar("_Result")
 
 
@@ -107,13 +107,13 @@ def check_target(target: StorageTarget) -> TargetCheck:
 # Choose the experiment's name for a call that passes none.
 
 _root_targets: dict[str, str] = {}
-"""By the id of a root run: the target of the first call without a name, whose experiment has this id as its name."""
+"""For each root run's id: the target of the first call without a name; that call's experiment is named by the id."""
 _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
-"""By target and experiment: the last caller in this process that claimed the name, with its task and try."""
+"""For each target and experiment name: the last caller in this process that claimed it, with its task and try."""
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
-    """Return `plan` with a name for its experiment, since its call passes none; a repeated call gets the same name.
+    """Return `plan` with a name for its experiment, for a call that passes no name; a repeated call gets the same name.
 
     For each experiment of a root run, a document identifies the call that claimed the name, by the call's location and
     a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
@@ -131,7 +131,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     claim_call_key(path.key)
 
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
-        """Return this call's name, or else the first free name; and the names that only earlier tries have claimed."""
+        """Return this call's name alone, or the first free name and the names that only earlier tries have claimed."""
         free_name, unclaimed_names = "", []
         for name in chain([root], (f"{root}-{hash_bytes(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
             call = read_claiming_call(store, name)
@@ -358,7 +358,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
     """Return a function that journals the events of an attempt of `trial` while other tasks of this run may write too.
 
     The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended. It raises
-    `SaveOvertaken` if, during a save in the events, another task has committed or retired a checkpoint of the trial.
+    `SaveOvertaken` if an event commits a save during which another task committed or retired a checkpoint of the trial.
     """
 
     def write(
@@ -388,7 +388,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
 def make_attempt_start_events(
     trial: Trial | None, name: str, step: int, config: Mapping[str, object] | None = None
 ) -> Sequence[Event]:
-    """Return the events that start the trial, or restart it, so that it may report `step`; empty if it already runs."""
+    """Return the events that start or restart the trial, so that it may report `step`; empty if none are needed."""
     if trial is None:
         start = AttemptStarted(trial=name, attempt=1, from_step=0, at=utc_now())
         return [TrialAdded(trial=name, config=config or {}), start]

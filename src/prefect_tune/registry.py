@@ -19,7 +19,7 @@ BUILT_IN_MODULES = {
         "prefect_tune.core.experiment.stoppers",
     ),
 }
-"""The modules of the schedulers, searches and stoppers with a JSON form, by parameter (such as `stop`) and name."""
+"""The modules of the schedulers, searches and stoppers with a JSON form, by parameter, such as `stop`, and by name."""
 
 OPTION_FIELDS: Mapping[str, str] = {
     "ASHA": "max_t grace_period reduction_factor brackets variant",

@@ -116,10 +116,10 @@ def load_results(
 def _choose_objective(
     default: Objective | None, metric: str | Sequence[str] | None, mode: Mode | Sequence[Mode]
 ) -> Objective | None:
-    """Return the objective of `metric` and `mode`; without a metric, the search's objective `default`.
+    """Return the objective of `metric` and `mode`; if `metric` is None, return `default`, the search's objective.
 
     Raises:
-        InvalidInput: `mode` without a metric contradicts the mode of the search.
+        InvalidInput: `metric` is None, and `mode` contradicts the mode of the search.
     """
     if metric is not None:
         return make_objective(metric, mode)
@@ -161,7 +161,7 @@ class Trials(Mapping[str, Trial]):
         return render_trials_html(first, metrics, more if first else "no trials")
 
     def _select_first_trials(self) -> tuple[Sequence[Trial], Sequence[str], str]:
-        """Return the trials to show, their metrics, and how many more there are."""
+        """Return the trials to show, their metrics, and a text with the number of the other trials."""
         first = list(self.values())[:MAX_ROWS]
         return first, self._metrics or find_metric_names(first), format_omitted_trials(len(self) - len(first))
 
@@ -188,9 +188,9 @@ class Results:
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """The time in seconds that the experiment's slots spent, by category, run and attempt.
+        """The seconds of the experiment's slots by what they were used for, in total and for each run and attempt.
 
-        The time of running attempts counts up to the newest live status on the target.
+        The time of a running attempt is counted up to the newest live status on the target.
         """
         return self._read_cost(_TIMEOUT)
 
@@ -206,13 +206,13 @@ class Results:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best last report, like `best_trial()`; raises the same errors."""
+        """The result of `best_trial()`: the trial with the best last report."""
         return self.best_trial()
 
     def best_trial(
         self, metric: str | Sequence[str] | None = None, mode: Mode | Sequence[Mode] = "min", *, scope: Scope = "last"
     ) -> Trial:
-        """Return the best trial; among equal trials, the first proposed one.
+        """Return the best trial; of equal trials, the one that was proposed first.
 
         Running and errored trials are compared too; see their `status`.
 
@@ -223,8 +223,8 @@ class Results:
         Args:
             metric: the metric to compare by; further metrics break ties. Default: the metric of the search.
             mode: the mode of `metric`, see `load_results`.
-            scope: which reports of a trial are compared: the last (`"last"`, as in `show`), the best (`"all"`), the
-                mean of all (`"avg"`), or the mean of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
+            scope: which reports of a trial are compared: the last (`"last"`, as in `prefect-tune show`), the best
+                (`"all"`), the mean of all (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
 
         Raises:
             InvalidInput: there is no metric to compare by, or no trial reported it.
@@ -235,7 +235,7 @@ class Results:
     def best_trials(self) -> Sequence[Trial]:
         """The trials that no other trial dominates, compared by their last reports.
 
-        With several metrics, these are the Pareto front, sorted by the first metric. Raises like `best_trial`.
+        With several metrics, these are the Pareto front, sorted by the first metric. Raises the errors of `best_trial`.
         """
         return find_pareto_front(self._rank_trials(self._require_objective(None, "min"), "last"))
 
@@ -315,7 +315,7 @@ class Results:
         """Write a checkpoint to a directory, with its trial's configuration and metrics; return the directory's path.
 
         The configuration is in `config.json` and the metrics are in `metrics.json`. If the checkpoint itself has a
-        file with such a name, `trial-config.json` or `trial-metrics.json` is used.
+        file of one of these names, `trial-config.json` or `trial-metrics.json` is written instead.
 
         ```python
         results.export("best-model")
@@ -351,7 +351,7 @@ class Results:
 
         Its trial may differ from `best_trial`, since that method compares last reports. With several metrics, further
         metrics break ties. If checkpoints are equal, return the oldest one of the trial that was proposed first.
-        Of a trial's checkpoints, `Retention(best=1)` keeps the same one.
+        For a single trial, this is the checkpoint that `Retention(best=1)` keeps.
 
         ```python
         checkpoint = results.best_checkpoint(metric="accuracy", mode="max")
@@ -373,7 +373,7 @@ class Results:
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return a trial or all trials in their current state, since a running trial saves and deletes checkpoints."""
+        """Return a trial, or all; read them again if one has not ended, since its checkpoints may have changed."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
         if all(earlier.phase in ENDED_PHASES for earlier in trials):
             return trials
@@ -390,8 +390,8 @@ class Results:
         """Return a table with a row for each trial, for each report of the learning curves, or for each attempt.
 
         Nested configurations and metrics become columns such as `config/model/depth`. The reports of an ended
-        experiment are read from its published file, the reports of a running experiment from its journal. The rows of
-        attempts have the seconds by category (see `cost`), the processor time and the memory.
+        experiment are read from the file that was written at its end, those of a running experiment from its journal.
+        The rows of attempts have the seconds by category (see `cost`), the processor time and the memory.
 
         ```python
         table = results.to_arrow("reports")
@@ -502,8 +502,8 @@ def export_checkpoint(
     A second call completes an interrupted export. `plain` omits the two JSON files.
 
     Returns:
-        The names of the two JSON files, by their default names `config.json` and `metrics.json`. The name is different
-        (`trial-config.json` or `trial-metrics.json`) if the checkpoint itself has a file of the default name.
+        For each default name, `config.json` and `metrics.json`, the name of the written file. It is another name, such
+        as `trial-config.json`, if the checkpoint itself has a file of this name. With `plain`, the mapping is empty.
 
     Raises:
         InvalidInput: the directory has other content, which is not changed.
@@ -516,7 +516,7 @@ def export_checkpoint(
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken_names = {path.partition("/")[0] for path in paths}
-        if trial.last_clone_sequence is not None:  # an exploit has changed the configuration
+        if trial.last_clone_sequence is not None:  # after an exploit, `trial.config` may be newer
             config = find_checkpoint_config(read_entries(store, experiment.key), trial.id, ref.sequence)
     names: dict[str, str] = {}
     for name in (_CONFIG_FILE, _METRICS_FILE):

@@ -112,7 +112,7 @@ class ResumeLimits(Value):
     checkpoints: tuple[int, ...] = ()
     """The steps of the checkpoints from which a training can resume."""
     stop_is_code: bool = False
-    """Whether the stop criterion is the user's own function or stopper class. No number can change it."""
+    """Whether the stop criterion is the user's own function or stopper class. If so, no number can change it."""
     scheduler_max_steps: int = 0
     """The step at which the scheduler ends every trial."""
 
@@ -176,7 +176,7 @@ def _validate_extension(
 
 
 def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return the JSON form of a stop criterion with these limits instead of its own; 0 keeps the criterion's limit."""
+    """Return the JSON form of a stop criterion with these limits instead of its own. A limit of 0 replaces nothing."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. `with_initial_data` could set them, but without titles and descriptions."""
+    """Return the form with these defaults. `with_initial_data` can set defaults, but loses titles and descriptions."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -346,12 +346,12 @@ def get_earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
 
 
 def is_form_answered(state: Experiment, key: str) -> bool:
-    """Return whether the journal has the answer to a form; a run that starts twice must not apply the answer twice."""
+    """Return whether the journal has the answer to a form, so that a run that starts twice applies the answer once."""
     return any(answer.key == key for answer in state.answers)
 
 
 def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
-    """Return the limits of the stop criterion `stop`, together with `samples` and the steps of `checkpoints`."""
+    """Return the limits of the stop criterion `stop`, together with `samples` and `checkpoints` (their steps)."""
     stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
     trial_budgets = [part.trials for part in extract_experiment_stoppers(stopper) if isinstance(part, TrialBudget)]
@@ -367,7 +367,7 @@ def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[
 
 
 def apply_choice_to_stop(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion; if the choice is "extend", return it with the limits of the choice."""
+    """Return the stop criterion. If the choice is "extend", the choice's larger limits replace the criterion's."""
     if choice.action != "extend":
         return stop
     limits = make_resume_limits(stop)
@@ -409,7 +409,7 @@ class ResumeQuestion:
     """How to ask the user how a suspended run continues: the form, the limits, and the effect of an answer."""
 
     get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
-    """Returns the values that the form can change."""
+    """Returns the current limits, and the steps of the checkpoints that can be chosen."""
     extend_plan: Callable[[SearchPlan, ResumeChoice], SearchPlan]
     """Extends the plan by a choice."""
     make_form: Callable[[SearchPlan, Experiment, str], InputForm]
@@ -462,7 +462,7 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
     if not is_flow_run_suspended():
         return
     if not is_flow_run_resumable():
-        raise Pause(state=get_suspension_state())  # without a form; this keeps the state that the run has
+        raise Pause(state=get_suspension_state())  # show no form; the flow run keeps its present state
     suspend_with_form(question.make_form(plan, state, ""))
 
 
@@ -482,13 +482,13 @@ def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: in
 
 @contextmanager
 def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
-    """Let a superseded process end without setting the flow run's state; after an interruption, log how to resume.
+    """If another process of this flow run took over, let it set the run's state; if interrupted, tell how to resume.
 
-    A new process of the same flow run then sets the state. On SIGTERM or Ctrl-C, a log line says what can be resumed.
+    On SIGTERM, a log line says what can be resumed, and how. On Ctrl-C, the message of the `KeyboardInterrupt` does.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is another process of the same flow run.
-        KeyboardInterrupt: after Ctrl-C. The log line is the message of this error, so that Python prints it last.
+        KeyboardInterrupt: after Ctrl-C. Python prints the message last. Outside the main thread, it is logged, too.
     """
     try:
         yield
@@ -508,7 +508,7 @@ def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
             get_run_logger().warning("%s", message)
             flush_log()
-        if is_interrupt:  # the message is the last line of a script, and is in the run's state
+        if is_interrupt:  # so that the message is a script's last line, and is in the run's state
             raise KeyboardInterrupt(message) from None
         raise
 
@@ -548,7 +548,7 @@ def _get_search_limits(plan: SearchPlan, _state: Experiment) -> ResumeLimits:
 
 
 def _get_total_samples(plan: SearchPlan) -> int:
-    """Return the total number of samples; 0 if the search has no fixed number, or a number that no form can change."""
+    """Return the total number of samples; 0 if the number is not fixed, or if a form cannot change the number."""
     if plan.search is None:
         return plan.num_samples or DEFAULT_NUM_SAMPLES
     if "num_samples" not in getattr(plan.search, "__dataclass_fields__", ()):
@@ -579,7 +579,7 @@ SEARCH_QUESTION = ResumeQuestion(_get_search_limits, _extend_search, _make_searc
 
 
 def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
-    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if the user chose none."""
+    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if none was chosen."""
     if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()
@@ -602,7 +602,7 @@ def make_answer_events(spec: TrialSpec, state: Experiment, segment: RunSegment) 
     name = trial.id
     if choice.action == "stop here" and trial.phase not in ENDED_PHASES:
         events.append(TrialFinished(trial=name, reason=STOPPED_ON_RESUME, kind=FinishKind.STOPPED))
-    elif choice.action == "other checkpoint":  # clone it, so that the clone is the newest checkpoint
+    elif choice.action == "other checkpoint":  # a clone of the chosen checkpoint becomes the newest checkpoint
         step = choice.checkpoint
         clone = make_clone_ref(trial, _find_checkpoint(trial, step), name)
         reason = make_reason("went-back", step=step)
@@ -646,7 +646,7 @@ def code_change_warning(target: StorageTarget, folder: TrialKey, trial: Trial, t
     try:
         with target.open(timeout=timedelta(seconds=30)) as store:
             saved = read_manifest(store, key).metadata.fingerprint.get("code", "")
-    except TuneError:  # the target cannot be read now, so a change is unknown
+    except TuneError:  # the target cannot be read now, so it is unknown whether the source changed
         return ""
     change = f"the source of the trainable has changed since the checkpoint of step {key.step} ({saved} -> {digest})"
     return change if saved and saved != digest else ""

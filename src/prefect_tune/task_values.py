@@ -53,7 +53,7 @@ def _validate_metadata(value: Any) -> dict[str, object]:
 
 
 def _parse_reports(value: Any) -> tuple[StepReport, ...]:
-    """Return reports in the order of their steps; in JSON parameters, the steps are given as text."""
+    """Return reports in the order of their steps. A step may be text, since in JSON parameters all steps are text."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
     numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
@@ -140,7 +140,7 @@ _SERIES_PART = re.compile(r"[^a-zA-Z]+|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z])")
 
 
 def make_similar_experiment_hint(target: StorageTarget, experiment: str) -> str:
-    """Return `; did you mean 'slow'?` if `target` has a similar experiment; "" if none is found within 5 s."""
+    """Return `; did you mean 'slow'?` if `target` has a similar experiment name; "" if none is found within 5 s."""
     with suppress(TuneError), target.open(timeout=_LIST_TIMEOUT) as store:
         return _format_similar_name_hint(experiment, list_experiment_names(store))
     return ""
@@ -156,7 +156,7 @@ def format_misspelling_warning(target: StorageTarget, state: Experiment, trial: 
 
 
 def _format_similar_name_hint(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean 'slow'?` for a similar name in `names`; ignore names of one series (`_SERIES_PART`)."""
+    """Return `; did you mean 'slow'?` for a similar name in `names` that is not of the same series (`_SERIES_PART`)."""
     series = _SERIES_PART.sub("", name)
     return did_you_mean(name, (other for other in names if _SERIES_PART.sub("", other) != series), _MIN_SIMILARITY)
 
@@ -177,7 +177,7 @@ class CommittedCheckpoint(Value):
     size_bytes: int
     """The size of the directory."""
     sent_bytes: int | None = None
-    """The number of uploaded bytes, without bytes that the target had; None if an earlier call saved the checkpoint."""
+    """The number of uploaded bytes; the target had the other bytes. None if an earlier call saved the checkpoint."""
 
 
 class RestoredCheckpoint(Value):
@@ -207,7 +207,7 @@ class TrialState(Value):
     reason: str
     """The reason for this status, or for the end of the last attempt; empty during an attempt, and before the first."""
     step: int
-    """The newest step; repeated steps count once."""
+    """The newest step. A step that was trained again does not count twice."""
     metrics: Mapping[str, Any]
     """The metrics of the newest step."""
     checkpoint: CommittedCheckpoint | None

@@ -1,8 +1,8 @@
 """Run searches in unit tests without a Prefect server.
 
-The body of a flow of this package runs as usual (journal, checkpoints, trials, schedulers, callbacks), in a flow run
-without a server. Each request to Prefect's API fails at once, as in an outage, and no event is sent.
-Prefect's states, retries, forms and automations need a server: test them with `prefect_test_harness`.
+The flows of this package work as usual (journal, checkpoints, trials, schedulers, callbacks), in flow runs that no
+server knows. Each request to Prefect's API fails at once, as in an outage, and no event is sent.
+Prefect's states, retries, forms and automations need a server, so test them with `prefect_test_harness`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def without_server() -> Iterator[None]:
     with ExitStack() as changes:
         changes.callback(refresh_global_settings_context)  # runs last, after the environment is restored
         changes.enter_context(patch.dict(os.environ, _PREFECT_SETTINGS))
-        refresh_global_settings_context()  # for other threads; `temporary_settings` is for this context
+        refresh_global_settings_context()  # for other threads; `temporary_settings` changes only the present context
         changes.enter_context(temporary_settings(settings))
         changes.enter_context(patch.object(PrefectHttpxSyncClient, "send", _refuse_request))
         changes.enter_context(patch.object(PrefectHttpxAsyncClient, "send", _refuse_async_request))

@@ -27,7 +27,7 @@ from prefect_tune.parameters.import_check import is_module_name, undefined_name_
 from prefect_tune.parameters.search_plan import OPTIONS, StoredForm
 
 _MOUNTS_WITHOUT_OWNERS = ("fuse", "cifs", "smb3", "smbfs")
-"""Prefixes of mount types that report the user who mounted them as the owner of every file: s3fs, rclone, SMB."""
+"""Prefixes of mount types (s3fs, rclone, SMB) that report, as the owner of every file, the user who mounted them."""
 
 
 def shared_access_reason(root: Path, folders: Sequence[str]) -> str | None:
@@ -103,7 +103,7 @@ def _shared_path_reason(path: Path, *, is_above: bool = False) -> str | None:
 
 @lru_cache(maxsize=8)
 def _is_private_group(user: int, group: int) -> bool:
-    """Return whether `user` is the only member of `group`. Many systems create such a group per user (umask 002)."""
+    """Return whether `user` is the only member of `group`. Many systems give each user such a group, and umask 002."""
     try:
         account, members = pwd.getpwuid(user), grp.getgrgid(group).gr_mem
     except KeyError:
@@ -186,7 +186,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_job_variables(value: Any) -> Iterator[CodeChoice]:
-    """Yield only the names of the job variables, which choose code (`command`, `image`); the values may be secret."""
+    """Yield only the job variables' names, since some (`command`, `image`) choose code; the values may be secret."""
     if value:
         names = ", ".join(map(repr, value)) if isinstance(value, Mapping) else "no mapping"
         yield CodeChoice("trial_job_variables", names)
@@ -207,7 +207,7 @@ def _find_in_warm_start(value: Any, known_sources: Collection[str] = ()) -> Iter
 
 
 def _iter_texts(value: Any) -> Iterator[str]:
-    """Yield the texts of a nested list; skip objects, whose keys are names of metrics or stoppers."""
+    """Yield the texts of a nested list; skip JSON objects, whose keys are names of metrics or stoppers."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):
@@ -228,10 +228,10 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
 """For each option of `StoredForm.CHOICE`, the function that finds the code and locations in the option's value."""
 
 
-# Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables.
-#
-# A user who can write to a target can write a journal there. So a journal is trusted only if it is signed with the
-# target's `signing_key`, is in a local folder that only this user can write to, or names only trusted packages.
+# Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables. A user who can
+# write to a target can write a journal there. So if the target has a `signing_key`, a journal is trusted only if it is
+# signed with this key. Without a `signing_key`, a journal is trusted only if it is in a local folder that only this
+# user can write to, or if it names only trusted packages.
 
 TRUSTED_PACKAGES_VARIABLE = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable with the trusted packages of a machine or a work pool, separated by commas."""
@@ -261,14 +261,14 @@ def require_trusted_code(
     Args:
         target: where the experiment is stored.
         state: the experiment, as read from the journal.
-        passed: the parameters of this run, which replace the journal's values.
+        passed: the names of the parameters that this run passes; their values replace the journal's.
         packages: the trusted packages.
 
     Raises:
-        UnsafePayload: a choice is not trusted. The message says what to pass.
+        UnsafePayload: code, a location or job variables are not trusted. The message says what to pass.
     """
     key = target.signing_secret
-    # With a key, check earlier warm starts, too: the record of them is not signed, so other users could change it.
+    # With a key, check earlier warm starts, too: their record is not signed, so other users could change this record.
     sources = state.warm_starts if key is None else ()
     choices = [choice for choice in find_code_choices(state.settings, sources) if choice.parameter not in passed]
     if not choices:
@@ -303,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why other users may have written the journal, or a journal of an origin; None if they cannot have."""
+    """Return why other users may have written the journal, or that of a fork's origin; None if they cannot have."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:

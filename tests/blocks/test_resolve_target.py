@@ -85,7 +85,7 @@ REFUSED = {
     "s3target/prod": "'s3target' is not a type of target block",
     "~nobody-at-all/runs": "this user has no home folder",
     "$HOME/runs": r"variables are not expanded; write os.path.expandvars\('\$HOME/runs'\), or './\$HOME/runs'",
-    "s3:/bucket/runs": "expected two slashes after s3:, as in s3://bucket/runs; pass a .*; or './s3:/bucket/runs'",
+    "s3:/bucket/runs": "expected two slashes after s3:, as in s3://bucket/runs; pass a .*, or './s3:/bucket/runs'",
     "/runs\0/first": "without NUL",
 }
 

@@ -65,7 +65,7 @@ def test_a_run_killed_in_its_trial_its_search_and_an_upload_ends_as_the_undistur
         ("upload", 2, 0), ("trial", 3, 2), ("search", 5, 4),
     ]  # fmt: skip
     assert (report.compared_metric_count, report.compared_file_count) == (6, 3 * 5)
-    assert "✓ exact: the run that was killed 3 times is the same; " in output
+    assert "✓ exact: the run that was killed 3 times equals the undisturbed run; " in output
     assert "2 killed" in output
     assert _list_files(target) == [], "without keep nothing stays"
 

@@ -70,8 +70,9 @@ def make_diff(step: int, file: str, key: str, what: str = "2, expected 1") -> Di
 def test_runs_that_are_the_same_are_exact_and_the_costs_are_said() -> None:
     report = make_report()
     assert (report.verdict, report.is_exact) == ("exact", True)
+    headline = "exact: the run that was killed 1 time equals the undisturbed run"
     assert list(report.lines()) == [
-        "exact: the run that was killed 1 time is the same; 4 metric values and 3 checkpoint files of 4 steps compared",
+        f"{headline}; 4 metric values and 3 checkpoint files of 4 steps compared",
         "  kill of the trial after step 3: resumed from step 2, trained 1 step again, next step done after 4.2 s",
         "  a save: 2 KiB, 512 B of it sent, in 0.10 s; training waits 0.20 s",
         "  with a failure every 24 h: save every 186 s (372 steps), which loses the least time, 0.2%",

@@ -92,8 +92,8 @@ class Attempt:
         task is a new attempt, unless the trial has ended.
 
         Raises:
-            Superseded: another process owns the experiment or trains the trial, so this attempt has stopped its
-                training; or the experiment that requested the attempt was deleted.
+            Superseded: the experiment that requested the attempt was deleted, or another process owns the experiment
+                or trains the trial, so this attempt has stopped its training.
             ResumeFailed: the trial has checkpoints, but none of them can be used.
             StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
         """
@@ -143,7 +143,7 @@ class Attempt:
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
         if isinstance(outcome, AttemptEnded) and (result := self._get_journaled_result(journal.trial)) is not None:
-            late_reason = make_visible(outcome.reason)  # such as an exception in `cleanup`
+            late_reason = make_visible(outcome.reason)  # an error after the trial's end, such as one in `cleanup`
             log.warning("error after the trial finished and committed its last checkpoint: %s", late_reason)
             return result
         return AttemptResult(outcome, journal.trial)
@@ -180,7 +180,7 @@ class Attempt:
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest valid checkpoint, and quarantine newer ones. Return its folder; None if none exists."""
+        """Restore the newest valid checkpoint; quarantine newer, invalid ones. Return the restored folder, or None."""
         spec, name = self.spec, self._trial_name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
@@ -283,7 +283,7 @@ class ReportReader:
 
 
 def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial stays finished: it meets `stopper`, or no stop criterion had ended it."""
+    """Return whether a finished trial stays finished: it meets the new `stopper`, or no stop criterion had ended it."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
@@ -340,5 +340,5 @@ def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, owner_term
 
 @lru_cache(maxsize=8)
 def _get_logged_errors(_target: str, _experiment: JournalKey, _owner_term: int) -> dict[str, str]:
-    """Return the errors logged by this process in one term, each with the first trial; callers add to this dict."""
+    """Return the errors logged by this process in one term, each with its first trial; callers add to this dict."""
     return {}

@@ -4,9 +4,9 @@ The thread writes entries with `attempt/search_channel.py`. Queued reports are w
 and immediately if a report needs a decision. The training loop never waits for a journal entry, only for decisions
 and saves (`runtime/session.py`).
 
-If the last step has a checkpoint, a separate entry after the commit finishes the trial, because another checkpoint may
-be quarantined during the save for damage that the new checkpoint shares. The end of an attempt is never journaled
-before a save that precedes it, and ranks cannot save different files of the same name.
+If the last step has a checkpoint, a separate entry after the commit finishes the trial, because the new checkpoint is
+saved again if another one was quarantined during the save: both may share the damage. The end of an attempt is never
+journaled before a save that precedes it. Ranks cannot save different files of the same name.
 """
 
 from __future__ import annotations
@@ -439,8 +439,8 @@ class CommitWorker:
     def _commit_checkpoint(self, save: GroupSave, directory: Path) -> tuple[SaveResult, Sequence[CheckpointKey]]:
         """Save and commit the checkpoint; save it again whenever other checkpoints of the trial change during the save.
 
-        If the report has a `finish_reason`, journal the end of the trial after the commit. Return the saved checkpoint,
-        and the checkpoints to delete, which are the retired checkpoints and the overtaken saves.
+        If the report has a `finish_reason`, journal the end of the trial after the commit. Return the last save, and
+        the checkpoints to delete: those that its commit retired, and those that this call saved before it.
         """
         done, overtaken, name = save.done, list[CheckpointKey](), self._spec.trial.trial
         while True:
@@ -466,9 +466,9 @@ class CommitWorker:
                 journaled_sequences = (saved.manifest.sequence,)
             warning = "other checkpoints of the trial changed while step %d was saved, so it is saved again"
             self.log.warning(warning, saved.manifest.step)
-            # After this entry no owner adopts or reuses the overtaken save, so it can be deleted.
+            # After this entry, no owner adopts this checkpoint or reuses its blobs, so it can be deleted.
             self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # not `retired` too, because this save has retired nothing
+            overtaken.append(saved.manifest.key)  # but not `retired`, since the journal has not retired these
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
@@ -614,5 +614,5 @@ def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
         kind = type(syncer).__name__
         raise InvalidInput(
             f"syncer: each attempt needs its own copy, and this {kind} cannot be copied ({error}). Pass the class as "
-            f"syncer='package.module:{kind}', create such members inside its methods, or define __deepcopy__"
+            f"syncer='package.module:{kind}', let its methods create what cannot be copied, or define __deepcopy__"
         ) from error

@@ -51,8 +51,8 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
     another thread calls this function, the exception is raised there, and the main thread gets the signal later
     (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
     `work` still runs. From then on `work` retries nothing, because the process waits for its threads at exit. A second
-    Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the end of the main thread, for
-    example because its target hangs, SIGINT ends the process.
+    Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the main thread has then
+    ended, for example because its target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
     Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned, and
@@ -80,7 +80,7 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
                     _wait_until_done(done)
                 if is_cancelled():
                     raise_cancellation()
-        except BaseException:  # a signal, Ctrl-C, or the timeout of the flow
+        except BaseException:  # raised by a signal, Ctrl-C, or the timeout of the flow
             try:
                 stop.set()
                 _wait_for_work(done, grace)

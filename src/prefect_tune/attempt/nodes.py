@@ -1,4 +1,4 @@
-"""An attempt on several nodes, each a flow run or task. All nodes use one target, and connect to node 0 over TCP.
+"""An attempt on several nodes; each node is a flow run or task. They share a target, and connect to node 0 over TCP.
 
     node 0                                              another node
     supervisor ◄─ channel of rank 2 ◄─┐                 ┌─► process of rank 2
@@ -8,8 +8,8 @@
     NodeArrived ──► BeginAttempt ──► restore the same checkpoint ──► processes ══ messages both ways ══► GroupEnded
 
 Node 0 waits for the other nodes and uses their ranks like local ranks, through channels. Only node 0 posts to the
-outbox, decides, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing for
-`NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
+outbox, receives answers, and commits. A node is lost, with all its ranks, when its connection closes or carries nothing
+for `NODE_TIMEOUT`. Each message is one JSON document, validated when it is read.
 
 No message from another node is unpickled. Node 0 accepts no rank of an earlier attempt, no second process of a node,
 and no part that it has not requested. Each wait for a node has a time limit.
@@ -97,7 +97,7 @@ _POLL_INTERVAL = timedelta(seconds=0.05)
 _ARRIVAL_POLL_SECONDS, _ADDRESS_POLL_SECONDS = 0.1, 1.0
 _PART_PAUSES_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5)
 _ENVELOPE_BYTES = 1024
-_TEST_ADDRESS = ("192.0.2.1", 9)  # TEST-NET-1 (RFC 5737): finding the route to this address sends nothing
+_TEST_ADDRESS = ("192.0.2.1", 9)  # in TEST-NET-1 (RFC 5737); a UDP `connect` finds the route, and sends nothing
 
 
 # The connection between node 0 and another node.
@@ -116,7 +116,7 @@ def _make_connection(sock: socket.socket) -> Connection:
 
 
 class NodeConnection:
-    """Sends queued messages to another node in one thread; passes received messages to `on_message` in another."""
+    """Sends queued messages to another node in a thread; a second thread passes received messages to `on_message`."""
 
     def __init__(
         self, connection: Connection, node: int, on_message: _OnMessage, on_lost: Callable[[Reason], None]
@@ -134,7 +134,7 @@ class NodeConnection:
         self._messages.put(message)
 
     def close(self) -> None:
-        """Send the queued messages, for 20 s at most; ignore messages that arrive later."""
+        """Ignore messages that arrive from now on; send the queued messages, for 20 s at most."""
         self._is_closing.set()
         self._messages.put(None)
         self._sender.join(_CLOSE_TIMEOUT.total_seconds())
@@ -157,7 +157,7 @@ class NodeConnection:
                 if message is None:
                     break
                 self._connection.send_bytes(message.model_dump_json().encode())
-            # Do not close yet: a message that arrives after a close resets the connection; the other side loses data.
+            # Do not close yet, because a message that arrives after a close resets the connection, which loses data.
             with self._duplicate_socket() as sock:
                 sock.shutdown(socket.SHUT_WR)
 
@@ -207,7 +207,7 @@ class OtherNodes:
         self._lost_reasons: dict[int, Reason] = {}
         self._ranks: dict[int, _RemoteRankChannel] = {}
         self.request_stop: Callable[[], None] = lambda: None
-        """Requests a stop of the attempt; called when the infrastructure stops a node."""
+        """Requests a stop of the attempt; called when another node has received a stop request (`NodeStopping`)."""
         self.placement = Placement(processes=compute_process_count(spec.processes_per_trial, 1))
 
     def __enter__(self) -> Self:
@@ -215,7 +215,7 @@ class OtherNodes:
         host = find_local_address()
         try:
             self._listener = socket.create_server((host, 0))
-        except OSError:  # `host` cannot be bound, for example the name of a Kubernetes service
+        except OSError:  # `host` may be a name to which no socket can be bound, such as a Kubernetes service's
             self._listener = socket.create_server(("", 0))
         request = hash_bytes(self._secret.encode())
         self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=request)
@@ -256,7 +256,7 @@ class OtherNodes:
             present = sorted(self._connections.keys() - self._lost_reasons.keys())
         address, port = find_local_address(), find_free_port()
         self.placement = Placement(self.placement.processes, 1 + len(present), 0, (address, port))
-        # Make the channels before the nodes start, because messages of a rank without a channel are dropped.
+        # Make the channels before the ranks start, because messages of a rank without a channel are dropped.
         for index, node in enumerate(present, 1):
             for rank in range(index * self.placement.processes, (index + 1) * self.placement.processes):
                 self._ranks[rank] = _RemoteRankChannel(self._connections[node], node, rank)
@@ -275,7 +275,7 @@ class OtherNodes:
     def requesting_parts(self, key: CheckpointKey, trial: Trial, nodes: Sequence[int]) -> Iterator[ExpectedParts]:
         """Request the parts of the checkpoint `key` from `nodes`; delete the parts when the block ends.
 
-        `trial` is the trial before the save. End the block when the checkpoint is committed, or its save has failed.
+        `trial` is the trial's state before the save. End the block after the commit, or after the save has failed.
         """
         parent, collected = parent_of_next_save(self._spec.trial, trial), min_reusable_sequence(trial)
         self._broadcast(SendPart(key=key, parent=parent, collected_up_to=collected))
@@ -295,7 +295,7 @@ class OtherNodes:
         threading.Thread(target=copy_context().run, args=(self._delete_objects, lambda _: paths), daemon=True).start()
 
     def _delete_objects(self, list_paths: Callable[[ObjectStore], Sequence[str]]) -> None:
-        """Try once to delete objects. After an error, this attempt tries again at its end, or the next attempt does."""
+        """Try once to delete objects. Any that remain are deleted at the end of this attempt or of a later attempt."""
         with suppress(TuneError), self._spec.target.open(timeout=_REQUEST_TIMEOUT) as store:
             store.delete(list_paths(store))
 
@@ -330,7 +330,7 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # This is a second process of one node, or a late node, so ignore its messages and its end.
+        # Another process of this node has arrived, or this node is late: ignore its messages, and that it disconnects.
         rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
         rejected.send(GroupEnded())
         rejected.close()
@@ -374,7 +374,7 @@ class OtherNodes:
 
 
 class _RemoteRankChannel(TrialChannel):
-    """The channel to a rank on another node; the rank's messages arrive on the connection of that node."""
+    """The channel to a rank on another node; the rank's messages arrive through the connection to that node."""
 
     def __init__(self, connection: NodeConnection, node: int, rank: int) -> None:
         ours, theirs = socket.socketpair()
@@ -391,7 +391,7 @@ class _RemoteRankChannel(TrialChannel):
         return self._end is None
 
     def end(self) -> ProcessEnd:
-        """Return how the rank ended. The other node ends the rank's process when the attempt is over."""
+        """Return how the rank ended. Do not end its process: the other node does this when the attempt is over."""
         return self._end or ProcessEnd(reason=make_reason("rank-elsewhere", node=self.node))
 
     def forward_message(self, message: bytes) -> None:
@@ -411,7 +411,7 @@ class _RemoteRankChannel(TrialChannel):
 
 
 def find_local_address() -> str:
-    """Return this node's address for other nodes: `MASTER_ADDR` if set, else the address of its default route."""
+    """Return this node's address for other nodes: `MASTER_ADDR` if set, else its IP address on the default route."""
     if configured := os.environ.get("MASTER_ADDR"):
         return configured
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -496,13 +496,13 @@ class _WorkerNode:
     ) -> None:
         self._spec, self._request, self._key, self._connection, self._node = spec, request, key, connection, node
         self._channel, self._tasks, self._log = channel, tasks, log
-        self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # gets a reason if node 0 is lost
+        self._inbox: queue.SimpleQueue[NodeMessage | Reason] = queue.SimpleQueue()  # a `Reason` says why node 0 is lost
         self._end_reason: Reason | None = None
         self._is_stop_forwarded = False
         self._first_rank = 0
         self._term = 0
         self._part_directories: dict[int, dict[int, Path]] = {}
-        """By step and rank: the directory with the rank's files of the step."""
+        """Maps a step, and then a rank, to the directory of the files that the rank saved at that step."""
         self._merged_directories: dict[int, Path] = {}
         self._part_lock = threading.Lock()
 
@@ -600,7 +600,7 @@ class _WorkerNode:
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
-        """Upload this node's files of a step. Without files, do nothing, because node 0 then expects no part."""
+        """Upload this node's files of a step. If it has none, do nothing, because node 0 then expects no part."""
         step, sender = wanted.key.step, (self._key, self._node, self._term)
         with self._part_lock:
             if step not in self._part_directories and step not in self._merged_directories:
@@ -620,8 +620,8 @@ class _WorkerNode:
                 reason = f"{type(error).__name__}: {error}"
                 try:
                     with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
-                except TuneError as second_error:  # so node 0 waits for the part until its deadline
-                    self._log.warning("could not tell node 0 that step %d lacks this part: %s", step, second_error)
+                except TuneError as second_error:  # node 0 then waits for the part in vain, until a deadline
+                    self._log.warning("could not tell node 0 of the missing part of step %d: %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))
 

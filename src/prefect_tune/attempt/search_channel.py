@@ -1,8 +1,8 @@
 """The connection of an attempt to its search, by which the attempt sends events and requests, and gets decisions.
 
-    search, same process    SubmittingJournal ──► the driver's next entry; `write` waits until it is written
-    search, other process   OutboxJournal     ──► numbered posts on the target, which the owner journals later
-    the user's own flow     WritingJournal    ──► the journal of the experiment, which the flow run owns
+    search in this process      SubmittingJournal ──► the driver's next entry; `write` waits until it is written
+    search in another process   OutboxJournal     ──► numbered posts on the target, which the owner journals later
+    the user's own flow         WritingJournal    ──► the journal of the experiment, which the flow run owns
 
 An event is durable when `write` returns. Only then is a save acknowledged to the trial, or a checkpoint deleted.
 """
@@ -45,7 +45,7 @@ class TrialJournal(ABC):
     """Journals the events of one attempt in order. A second thread is allowed to call `add_report` concurrently."""
 
     deletes_retired = True
-    """Whether the attempt deletes its retired checkpoints. If not, the owner does so after it journals the events."""
+    """Whether the attempt deletes retired checkpoints. If not, the owner does so after it has journaled the events."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -53,7 +53,7 @@ class TrialJournal(ABC):
 
     @abstractmethod
     def add_report(self, event: StepReported) -> None:
-        """Journal a report soon, at the latest in the next `write`. Never blocks."""
+        """Journal a report soon, at the latest in the next `write` that includes its step. Never blocks."""
 
     @abstractmethod
     def list_unjournaled_reports(self, step: int) -> Sequence[StepReport]:
@@ -87,7 +87,7 @@ class EventsSubmitted:
     is_awaited: bool
     """Whether the attempt waits for the entry. If not, the events can wait until the driver writes other events."""
     entry_written: Future[Experiment] = field(default_factory=Future)
-    """Gets the experiment after the entry, or the error of the write."""
+    """Completes with the state of the experiment after the entry, or with the error of the write."""
 
 
 class SubmittingJournal(TrialJournal):
@@ -123,7 +123,7 @@ def _is_durable(written: Future[Experiment]) -> bool:
 
 
 class _BufferedJournal(TrialJournal):
-    """Queues reports until `write` or `flush`. If a write's outcome is unknown, the next call repeats this write."""
+    """Queues reports until `write` or `flush`. If it is unknown whether a write succeeded, the next call repeats it."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
@@ -178,7 +178,7 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether an old post, `_MAX_UNREAD_POSTS` before the newest, still exists: then no search reads the posts."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the newest still exists; if so, no search reads the posts."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""
@@ -200,7 +200,7 @@ class OutboxJournal(_BufferedJournal):
         with_store(self._target, lambda store: write_post(store, self._key, self._outbox, self._post_count + 1, post))
         self._post_count += 1
         earlier = self._post_count - _MAX_UNREAD_POSTS
-        if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always stays
+        if earlier > 1 and (self._has_unread_posts or not self._post_count % _MAX_UNREAD_POSTS):  # post 1 always exists
             # Ignore errors, because the new post is already durable.
             with suppress(TuneError, OSError), self._target.open(timeout=READ_TIMEOUT) as store:
                 self._has_unread_posts = store.size(self._key.post_path(self._outbox, earlier)) is not None
@@ -259,10 +259,10 @@ class SearchChannel(ABC):
 
     @abstractmethod
     def expect_decision(self, report: StepReport) -> None:
-        """Expect a decision about this report. If the search runs in this process, also request it. Never blocks."""
+        """Expect a decision about this report; if this process runs the search, request the decision. Never blocks."""
 
     def start_polling(self) -> None:  # noqa: B027 - within one process, the driver sets `run_stop`
-        """Start to poll for stop requests, before the attempt trains."""
+        """Start to poll for answers of the search, before the attempt trains."""
 
     def subscribe(self, on_answer: Callable[[Answer], None]) -> None:
         """Call `on_answer` with each answer, including earlier answers."""
@@ -284,7 +284,7 @@ class SearchChannel(ABC):
 
 
 class InProcessChannel(SearchChannel):
-    """Connects an attempt to a search in the same process; passes messages to `receive`, in the caller's thread."""
+    """Connects an attempt to a search in the same process; passes its messages to `receive`, in the caller's thread."""
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()

@@ -1,32 +1,32 @@
 """Supervise one attempt: receive the messages of its ranks, queue its checkpoints for commit, return the outcome.
 
-A single process is rank 0. Of several processes, rank 0 reports and decides; the other ranks add to its checkpoints:
+A single process is rank 0. Of several, rank 0 reports and tells the others when to save; they add to its checkpoints:
 
     rank 0: StepDone(s, its directory) ─┐
     rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
-    rank 2: CheckpointPart, no files   ─┘    deadline ──► this save fails; a rank has ended ──► the attempt ends
-    rank 0: RankCommand(s) ──► all other ranks: save now, or go on (step s is closed: it gets no new checkpoint)
+    rank 2: CheckpointPart, no files   ─┘    a part is late ──► the save fails; its rank has ended ──► the attempt ends
+    rank 0: RankCommand(s) ──► all other ranks: save now, or go on (this closes step s for new checkpoints)
 
-Nothing is uploaded before the checkpoint is complete, so a failed save leaves nothing on the target. If a step's
-metrics are the mean over all ranks, they are collected in the same way before rank 0 reports them.
+Nothing is uploaded before the checkpoint has the parts of all ranks, so a failed save leaves nothing on the target.
+If a step's metrics are the mean over all ranks, the metrics of each rank are first collected in the same way.
 
-If the trial's own process starts ranks with a launcher, such as `torchrun`, it is their parent process: either rank 0
-itself, or not a rank. A parent process that is not a rank sends its messages as the pseudo-rank `PARENT_RANK`.
+If the trial's own process starts ranks with a launcher, such as `torchrun`, this process is called the parent process.
+It is either rank 0, or not a rank. If it is not a rank, it sends its messages as the pseudo-rank `PARENT_RANK`.
 
-The attempt ends for the first of these reasons (`_check_outcome`). The right column is the `Cause` of its end:
+The attempt ends for one of these reasons, checked in this order (`_check_outcome`). On the right, the end's `Cause`:
 
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
     2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
     3  rank 0 has finished, but another rank waits in a later step               TRAINABLE
-    4  rank 0 or the parent has ended, and all others, or 20 s later             (the outcome of rank 0 or the parent)
+    4  rank 0 or the parent has ended, and the others had up to 20 s to end      (the outcome of rank 0 or the parent)
        or a rank has failed, and the root cause had 1 s per node to arrive       that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
-    6  parts are late, ranks have not joined, or metrics are late                MACHINE, TRAINABLE, MACHINE
+    6  late: parts (of two saves in a row, or the last save), a rank, metrics    MACHINE, TRAINABLE, MACHINE
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
     8  silence for `spec.silence_timeout` while no save or decision is pending   MACHINE
 
-`StopTrial` ends this attempt without a time limit, also for a pause or an exploit. `CheckpointAndStop` ends the attempt
-because the whole run stops. A user's stop request leads to one of these messages. A commit has the parts of all ranks.
+`StopTrial` asks the trial to end the attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop`
+asks the trial to save and end, because the whole run stops. A user's stop request leads to one of these messages.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ from prefect_tune.stores.deadline import Deadline
 
 _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
-"""The wait per node for the root cause, because errors of collectives often arrive before the crash behind them."""
+"""The wait per node for the root cause, since errors of collectives often arrive before the crash that caused them."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""The kinds of failure, the likeliest root cause first, if several ranks fail within `_ROOT_CAUSE_TIMEOUT`. A crash
-makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks after one
-has failed. So the loss of one of its ranks counts as `_FAILED`, unless the rank exited by itself before."""
+"""The kinds of failure. If several ranks fail within `_ROOT_CAUSE_TIMEOUT`, the first kind is the likeliest root cause.
+A crash makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks
+after one has failed. So the loss of its ranks counts as `_FAILED`, except ranks that exited before it killed any."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended, and rank 0 after the parent process has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
@@ -95,7 +95,7 @@ def supervise(
 ) -> Outcome:
     """Serve the trial until it ends, crashes or sends nothing for too long, or its grace period expires.
 
-    The event `channel.run_stop` starts the grace period. A second interrupt (`is_work_abandoned`) ends it at once.
+    The event `channel.run_stop` starts the grace period. A second interrupt (`is_work_abandoned`) ends it immediately.
     """
     supervisor = _Supervisor(group, commit_worker, spec, channel, meter)
     outcome = supervisor.run()
@@ -112,9 +112,9 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._make_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
-        """(order, failure, rank or None), as they arrived; the lowest order, such as `_DIED`, marks the root cause."""
+        """(kind such as `_DIED`, failure, rank or None) in order of arrival; the lowest kind marks the root cause."""
         self._leading_outcome: Outcome | None = None
-        """The outcome of rank 0 or the parent process; a failure of another rank in its last step replaces it."""
+        """The outcome of rank 0 or the parent process, or the failure of another rank in that rank's last step."""
         self._end_deadline: Deadline | None = None
         """When the attempt ends at the latest; set with `_leading_outcome`, or at the first failure."""
         self._rank_0_deadline: Deadline | None = None
@@ -125,7 +125,7 @@ class _Supervisor:
         """How each rank ended, if known; journaled for display, and used for no decision."""
         self._returned_ranks: set[int] = set()
         """The ranks that have returned; cleared when the log warns that rank 0 reported a step after they returned."""
-        self._step_count = 0  # of the steps that rank 0 has reported in this attempt
+        self._step_count = 0  # the steps that rank 0 has reported in this attempt
         self._submitted_save_count = self._failed_save_count = 0  # counted by this thread
         self._committed_save_count = 0  # counted by the commit worker's thread
         self._saves_without_node_part: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
@@ -134,9 +134,9 @@ class _Supervisor:
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded_ranks: set[int] = set()
         self._join_deadline: Deadline | None = None
-        """The time limit of the ranks of a launcher; None until the first of them has joined."""
+        """The time by which all ranks of a launcher must have joined; None until the first of them has joined."""
         self._silent_since: float | None = None
-        """When the last message, commit, failed save or answer came; None until this attempt's processes are loaded."""
+        """When the last message, commit, failed save or answer came; None until all ranks have loaded the trainable."""
         self._awaits_decision = False
         self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
         self._grace_deadline: Deadline | None = None
@@ -203,7 +203,7 @@ class _Supervisor:
             self._group.send_to_rank_0(self._stop_answer)
 
     def _on_loaded(self, rank: int, message: TrainableLoaded) -> None:
-        if self._group.is_local(rank):  # a pid of another machine cannot be measured here
+        if self._group.is_local(rank):  # a process on another machine cannot be measured here
             self._meter.on_loaded(message.pid, is_rank_0=rank in (0, PARENT_RANK))
         self._loaded_ranks.add(rank)
         if len(self._loaded_ranks) >= self._group.world_size:
@@ -228,7 +228,7 @@ class _Supervisor:
             self._add_rank_0_part(done)
             return
         self._step_count += 1
-        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # each step waits for rank 0, so these left early
+        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # these have returned, but rank 0 goes on
             self._returned_ranks.clear()
             self._log.warning(
                 "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
@@ -278,7 +278,7 @@ class _Supervisor:
     def _on_rank_end(self, rank: int, message: TrainingEnded) -> None:
         self._group.stop_receiving(rank)
         self._ended_ranks.add(rank)
-        # Replace what the trial's process must not decide: the trial, the usage, and `before_first_step`.
+        # Replace the fields that the trial's process must not set: `trial`, `usage` and `before_first_step`.
         outcome = message.outcome.model_copy(update={"trial": self._spec.trial.trial, "usage": None})
         if isinstance(outcome, AttemptEnded):
             outcome = outcome.model_copy(update={"before_first_step": False})
@@ -286,7 +286,7 @@ class _Supervisor:
                 self._on_rank_failure(rank, outcome, raised_after_end=message.raised_after_end)
                 return
         # Ranks may return before or after the function that launched them. Only the end of rank 0 proves that training
-        # is complete, since the function also returns if the launcher was killed, or without waiting for the launcher.
+        # is complete, since the function may return after the launcher was killed, or while the launcher still runs.
         if message.has_returned:
             self._returned_ranks.add(rank)
             self._rank_end_reasons[rank] = _RETURNED_REASON
@@ -298,13 +298,13 @@ class _Supervisor:
         if decides and self._leading_outcome is None and not self._failures:
             is_preempted = isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED
             if self._failed_save_reasons and (is_preempted or isinstance(outcome, TrialFinished)):
-                cause = Cause.PREEMPTED if is_preempted else Cause.MACHINE  # the last or requested save failed
+                cause = Cause.PREEMPTED if is_preempted else Cause.MACHINE  # the save for the end or the stop failed
                 outcome = self._make_attempt_ended(cause, self._failed_save_reasons[-1])
             self._leading_outcome = outcome
             self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._step_count else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, raised_after_end: bool) -> None:
-        """Record the failure of a rank. With `raised_after_end`, its process had ended the training before."""
+        """Record the failure of a rank; `raised_after_end` says whether it raised after it had ended the training."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -336,7 +336,7 @@ class _Supervisor:
         end = self._group.end_rank(rank)
         self._rank_end_reasons[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
-        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only its launcher knows the end
+        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only the launcher knows the end
         may_lack_memory = (is_killed or is_hidden) and self._group.is_local(rank)
         if may_lack_memory and self._meter.is_out_of_memory(is_killed=is_killed):
             cause, memory = Cause.OUT_OF_MEMORY, self._meter.out_of_memory_reason()
@@ -357,7 +357,7 @@ class _Supervisor:
         self._failures.append((failure_order, failure, rank))
 
     def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        is_loaded = self._silent_since is not None  # before loading, no checkpoint can be the cause
+        is_loaded = self._silent_since is not None  # no checkpoint can be the cause before the trainable is loaded
         at_start = cause is Cause.TRAINABLE and is_loaded and self._step_count == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
@@ -384,7 +384,7 @@ class _Supervisor:
     def _check_outcome(self) -> Outcome | None:
         """Return the outcome if the attempt ends now; else None. The module's docstring lists the checks in order."""
         is_trainable_error = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
-        if is_trainable_error and not self._failures:  # a failed process may itself have deleted the files
+        if is_trainable_error and not self._failures:  # a rank that failed may have deleted the files itself
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_trainable_error:
             text = f"{type(error).__name__}: {error}"
@@ -404,7 +404,7 @@ class _Supervisor:
         if self._channel.run_stop.is_set():
             return self._carry_out_stop()
         if self._silent_since is None or self._has_pending_saves or self._awaits_decision:
-            return None  # silence is expected: while loading, during an upload (it has its own timeout), or a decision
+            return None  # silence is expected: a rank loads, or a save (with its own timeout) or decision is pending
         elapsed, timeout = timedelta(seconds=time.monotonic() - self._silent_since), self._spec.silence_timeout
         if timeout is None or elapsed <= timeout:
             return None
@@ -422,7 +422,7 @@ class _Supervisor:
         return self._leading_outcome or min(self._failures, key=itemgetter(0))[1]
 
     def _handle_failed_saves(self) -> Outcome | None:
-        """Fail an overdue checkpoint; return the outcome if this failure ends the attempt, and None otherwise."""
+        """Handle a save that lacks a part; return the outcome if this ends the attempt now, and None otherwise."""
         if (reason := self._saves.ended_rank_reason(self._ended_ranks)) is not None:
             self._add_failure(self._make_attempt_ended(Cause.TRAINABLE, reason), _ENDED_EARLY)
             return None
@@ -454,7 +454,7 @@ class _Supervisor:
         return self._make_attempt_ended(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Return the failure if rank 0 waits too long for metrics; add a failure if a rank has ended without them."""
+        """Return the failure if rank 0 waits too long for metrics; if a rank ended without reporting, add a failure."""
         if not self._metrics.missing_ranks or self._failures:
             return None
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:
@@ -481,7 +481,7 @@ class _Supervisor:
         return None
 
 
-# The parts of a checkpoint and the metrics that the ranks add to a step.
+# The collectors of what the ranks send for a step: the parts of a checkpoint, and metrics.
 
 
 @dataclass(slots=True)
@@ -500,7 +500,7 @@ class PartCollector:
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
         self._failed_steps: set[int] = set()
-        self._closed_step = -1  # no checkpoint begins at or before this step; begun ones still accept late parts
+        self._closed_step = -1  # up to this step, no new checkpoint begins; a begun one still accepts late parts
 
     def reopen_step(self, step: int) -> None:
         """Accept parts of `step` again, even after `close_steps`, since rank 0 commands all ranks to save this step."""
@@ -516,7 +516,7 @@ class PartCollector:
         """Add the part of another rank; return the checkpoint if it is complete now.
 
         Raises:
-            InvalidInput: the rank saved a checkpoint at a step without a checkpoint of rank 0.
+            InvalidInput: the rank saved a checkpoint at a step at which rank 0 saved none.
         """
         if part.step in self._failed_steps:
             remove_directory(part.directory)
@@ -528,10 +528,10 @@ class PartCollector:
         return self._pop_if_complete(part.step)
 
     def close_steps(self, step: int) -> None:
-        """Close the steps up to `step`, and drop other ranks' parts of steps without a checkpoint of rank 0.
+        """Close the steps up to `step`. Of steps at which rank 0 saved no checkpoint, drop the parts of other ranks.
 
         Raises:
-            InvalidInput: a rank saved a checkpoint at a step without a checkpoint of rank 0.
+            InvalidInput: a rank saved a checkpoint at a step at which rank 0 saved none.
         """
         self._closed_step = max(self._closed_step, step)
         for closed in [key for key, pending in self._pending.items() if key <= step and pending.done is None]:
@@ -547,7 +547,7 @@ class PartCollector:
         return None
 
     def fail_overdue_save(self) -> FailedSave | None:
-        """Return one checkpoint whose deadline has passed, after its files are deleted; None if none is overdue."""
+        """Remove one overdue checkpoint, with its files, and return it; return None if no checkpoint is overdue."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
                 continue

@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`, with a reference to the target.
+    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`, with only a reference to the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -37,7 +37,7 @@ class TrialSpec:
     target: Annotated[StorageTarget, PlainValidator(resolve_target), WithJsonSchema({"type": "string"})]
     trial: TrialKey
     trainable: str
-    """An import path or a pickle, from `serialize_for_trial`."""
+    """The result of `serialize_for_trial`: `module:name`, or a pickle in hex."""
     stopper: str
     needs_history: bool
     """Whether the stopper needs more than the last report."""
@@ -49,7 +49,7 @@ class TrialSpec:
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """The number of processes, each a rank, that train the trial on each node; with several nodes, not a range."""
+    """How many processes, each a rank, train the trial on each node; with several nodes, always a single number."""
     nodes_per_trial: int = 1
     """The number of nodes, each a flow run, that train the trial together."""
     min_nodes: int | None = None
@@ -109,7 +109,7 @@ def _make_absolute(entry: str) -> str:
 
 
 def serialize_for_trial(value: object) -> str:
-    """Return an import path unchanged, any other value as a pickle in hex. Raises InvalidInput if pickling fails."""
+    """Return text (`module:name`) unchanged, other values as a pickle in hex. Raises InvalidInput if pickling fails."""
     if isinstance(value, str):
         return value
     try:

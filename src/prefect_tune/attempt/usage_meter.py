@@ -1,7 +1,7 @@
-"""The resources of a machine, and their usage by an attempt, from the clock, /proc (processes) and NVML (GPUs).
+"""The time, memory, CPUs (from /proc) and GPUs (from NVML) that an attempt uses, and the GPUs that it may use.
 
 This module does not use psutil, because Prefect does not depend on psutil, and psutil scans all processes of the
-machine to find children. Samples are taken at most once a second, and use at most a thousandth of a processor.
+machine to find children. Regular samples are taken at most once a second, and use at most a thousandth of a processor.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from prefect_tune.linux import MemoryLimit, count_available_cpus, iter_process_t
 _MIN_SAMPLE_INTERVAL_SECONDS = 1.0
 _MIN_PAUSE_FACTOR = 1200
 """The pause after a sample is at least this multiple of the sample's processor time."""
-_NEAR_LIMIT = 0.95
-"""A killed process counts as out of memory if it used more than this share of its memory limit."""
+_NEAR_LIMIT = 0.95  # a killed trial counts as out of memory if its memory reached this share of its limit
 
 
 class UsageMeter:
-    """Measures time and resource usage of an attempt since the meter was made. Use it in the attempt's thread."""
+    """Measures what an attempt uses after the meter's creation. Call methods in the attempt's thread, unless noted."""
 
     def __init__(self, memory: MemoryLimit | None = None) -> None:
         """Args: memory: the memory limit of the trial; None: the limit of this process, which the trial inherits."""
@@ -43,7 +42,7 @@ class UsageMeter:
         self._kills = self._kills_before = self._memory_limit.count_oom_kills()
         self._next_sample_at = self._next_kill_count_at = 0.0
         self.environment: Mapping[str, str] = {}
-        """The environment variables of the trial's process, such as its GPUs, in addition to those of this process."""
+        """The variables that the trial's environment adds to that of this process, such as CUDA_VISIBLE_DEVICES."""
         self.last_output: Callable[[], str] = str  # returns the trial's last output; may be called from any thread
         self.rank_ends: Sequence[RankEnd] = ()
         self._start_time = time.monotonic()
@@ -52,7 +51,7 @@ class UsageMeter:
         self._ended_at: float | None = None
         self._trial = PhaseSeconds()
         self._phase = "training"
-        self._processes: _ProcessSampler | None = None  # None until the trainable is loaded; always None for a thread
+        self._processes: _ProcessSampler | None = None  # None before loading, for a trial in a thread, or without /proc
 
     @contextmanager
     def measuring_restore(self) -> Iterator[None]:
@@ -62,7 +61,7 @@ class UsageMeter:
         self._restored_seconds += time.monotonic() - start
 
     def on_loaded(self, pid: int, *, is_rank_0: bool = True) -> None:
-        """Start to sample the process `pid`, which has loaded the trainable. The parent counts as rank 0."""
+        """Start to sample the process `pid`, which has loaded the trainable. A parent process counts as rank 0."""
         if is_rank_0:
             self._loaded_at = time.monotonic()
         if pid == os.getpid() or read_process_usage(pid) is None:
@@ -73,10 +72,10 @@ class UsageMeter:
             self._processes.add_process(pid)
 
     def record_phase_seconds(self, seconds: PhaseSeconds | None, *, is_last_step: bool) -> None:
-        """Record the seconds that the trial has sent (None: unchanged). At the last step, take a sample."""
+        """Record each phase's seconds, as the trial sent them (None: unchanged). At the last step, take a sample."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
-            self._processes.take_sample()  # now, since another thread may journal the usage with the last commit
+            self._processes.take_sample()  # before this step's commit, with which another thread may journal the usage
 
     def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -91,14 +90,14 @@ class UsageMeter:
             self._next_sample_at = time.monotonic() + pause_seconds
 
     def on_trial_end(self) -> None:
-        """Record the end of the trial. Take the last sample, while the trial's processes exist."""
+        """Record the end of the trial, and take the last sample. Call this while the trial's processes still exist."""
         if self._ended_at is None:
             self._ended_at = time.monotonic()
             if self._processes is not None:
                 self._processes.take_sample()
 
     def add_startup_seconds(self, trial: PhaseSeconds | None) -> PhaseSeconds:
-        """Return the seconds that the trial has measured, plus the seconds of the attempt's start and restore."""
+        """Return the trial's seconds, plus those of the attempt's start and restore. May be called from any thread."""
         start = self._loaded_at - self._start_time - self._restored_seconds if self._loaded_at is not None else 0.0
         seconds = (trial or PhaseSeconds()).with_added_seconds("start", max(0.0, start))
         return _round_seconds(seconds.with_added_seconds("restoring", self._restored_seconds))
@@ -117,9 +116,9 @@ class UsageMeter:
         return AttemptUsage(seconds=seconds, **figures)
 
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
-        """Return whether the kernel recently killed a process to free memory, or a killed trial was near its limit.
+        """Return whether the kernel recently killed a process to free memory, or the trial was killed near its limit.
 
-        Earlier kills do not count, since the counter also includes other trials of the control group or the machine.
+        Earlier kills do not count, since the counter includes kills of other trials in the control group or machine.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.read_limit())
@@ -136,7 +135,7 @@ class UsageMeter:
         return make_reason("out-of-memory", process=process, process_bytes=process_bytes, **sizes)
 
     def _has_new_oom_kill(self) -> bool:
-        return self._memory_limit.count_oom_kills() > self._kills_before  # `_kills` may include the new kill
+        return self._memory_limit.count_oom_kills() > self._kills_before  # not `_kills`, which may include the new kill
 
 
 def _round_seconds(seconds: PhaseSeconds) -> PhaseSeconds:
@@ -219,7 +218,7 @@ def _round_or_none(value: float | None, digits: int | None = None) -> float | No
 
 @cache
 def _start_loading_nvml() -> Sequence[Any]:
-    """Start to load `nvidia-ml-py` in a thread, since waking the GPUs is slow. Return a list that gets the module."""
+    """Load `nvidia-ml-py` in a thread, since waking GPUs is slow. Return a list to which the thread adds the module."""
     loaded: list[Any] = []
 
     def load_library() -> None:
@@ -236,7 +235,7 @@ def _start_loading_nvml() -> Sequence[Any]:
 
 
 def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
-    """Return used bytes and mean utilization (0 to 1) of the GPUs in `visible`, by default of all; None if unknown."""
+    """Return the used bytes and the mean utilization (0 to 1) of the `visible` GPUs (None: all); None if unknown."""
     if not (loaded := _start_loading_nvml()):
         return None
     (nvml,) = loaded
@@ -247,12 +246,12 @@ def _sample_gpus(visible: str | None) -> tuple[int, float] | None:
             gpu = by_index(int(name)) if name.isdecimal() else by_uuid(name)
             used_bytes += int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)
             utilizations.append(float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu))
-    except nvml.NVMLError:  # a partition of a GPU (MIG) has no utilization
+    except nvml.NVMLError:  # for example, a partition of a GPU (MIG) has no utilization
         return None
     return (used_bytes, sum(utilizations) / len(utilizations) / 100) if utilizations else None
 
 
-# The resources that this process may use. No library that initializes GPUs is used to find them.
+# The resources that this process may use, found without a library that initializes GPUs.
 
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 PROCESSES_VARIABLE = "LOCAL_WORLD_SIZE"
@@ -266,9 +265,9 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
         return parse_visible_devices(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    if (program := shutil.which("nvidia-smi")) is None:
+    if (program := shutil.which("nvidia-smi")) is None:  # asked because a container may lack the driver's folder
         return ()
-    with suppress(OSError, subprocess.TimeoutExpired):  # a container may lack the driver's folder: ask nvidia-smi
+    with suppress(OSError, subprocess.TimeoutExpired):
         command, timeout = [program, "-L"], _NVIDIA_SMI_TIMEOUT_SECONDS
         listed = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE))
@@ -278,7 +277,8 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
 def choose_process_count(wanted: Processes, environment: Mapping[str, str]) -> int:
     """Return how many processes train a trial in a slot with this environment.
 
-    If `wanted` is a range: the slot's `LOCAL_WORLD_SIZE`, else its number of GPUs, else the CPUs, within the range.
+    If `wanted` is a range, return the slot's `LOCAL_WORLD_SIZE`. If this is not set, return the slot's number of GPUs,
+    or, without GPUs, the number of CPUs. In each case, the number is limited to the range.
     """
     if isinstance(wanted, int):
         return wanted

@@ -49,7 +49,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
         """Hide each `TuneError` from Prefect's log, since `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # Prefect handles SIGTERM during a flow run, and sends it again afterwards. This handler raises KeyboardInterrupt.
+    # Raise KeyboardInterrupt on SIGTERM. During a flow run, Prefect first handles SIGTERM, then sends it again.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(has_no_tune_error)
@@ -118,8 +118,8 @@ app = typer.Typer(
     name="prefect-tune",
     cls=_OrderedGroup,
     help="Durable training and search as Prefect flows. TARGET is a URI (s3://bucket/prefix), a path, or a block's "
-    "'type/name'. Exit codes: 0 done, 1 failed, 2 wrong usage, or no verdict (drill, audit), "
-    "3 a search ended and some of its trials errored, 4 maintenance found damage, 130 interrupted.",
+    "'type/name'. Exit codes: 0 done; 1 failed; 2 wrong usage, or no verdict (drill, audit); "
+    "3 a search ended, but some of its trials errored; 4 maintenance found damage; 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -193,7 +193,7 @@ def run_app() -> None:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # so that no command fails on characters that the locale lacks
-    arguments, sys.argv[1:] = sys.argv[1:], []  # a trainable that reads `sys.argv` must not see them
+    arguments, sys.argv[1:] = sys.argv[1:], []  # a trainable that reads `sys.argv` must not see these arguments
     try:
         app(args=arguments)
     except (TuneError, OSError) as error:

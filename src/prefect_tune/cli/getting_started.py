@@ -90,17 +90,17 @@ def drill(
         option_without_default("--target", "TARGET", "Where the runs store checkpoints. Default: a temporary folder."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=2, help="Training steps of each run.")] = 12,
-    kills: Annotated[int, typer.Option(metavar="N", min=1, help="How often the second run is killed.")] = 3,
+    kills: Annotated[int, typer.Option(metavar="N", min=1, help="How many times the second run is killed.")] = 3,
     at: Annotated[
         str | None, option_without_default("--at", "STEP,STEP", "Kill after these steps, not after random ones.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random steps.")] = 0,
     save_every: Annotated[
         int | None,
-        option_without_default("--save-every", "N", "Steps between a class's saves. Default: steps / 4.", at_least=1),
+        option_without_default("--save-every", "N", "A class saves every N steps. Default: steps / 4.", at_least=1),
     ] = None,
     processes_per_trial: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Processes that train together: DDP, FSDP.")
+        int, typer.Option(metavar="N", min=1, help="Processes that train together (DDP, FSDP).")
     ] = 1,
     failure_hours: Annotated[
         float, typer.Option(metavar="HOURS", help="Mean time between failures, for the advice on saving.")

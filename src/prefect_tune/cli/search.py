@@ -65,7 +65,7 @@ _QUOTE_HINT = "put a text in quotes: '\"...\"'"
 
 
 def parse_space_option(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Read the space from the file, then apply each `name=value`; `model.depth=3` sets `depth` in `model`.
+    """Read the space from the file, then apply each setting `name=value`; `model.depth=3` sets `depth` in `model`.
 
     Raises:
         InvalidInput: the file cannot be read, or a setting is invalid.
@@ -149,7 +149,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def parse_stop_criteria(criteria: Sequence[str]) -> str | dict[str, Any] | None:
-    """Parse `step=100`, `package.module:Name`, or JSON; None if empty. The first criterion that is met ends a trial."""
+    """Parse stop criteria: `name=value` settings, one `package.module:Name`, or JSON. Return None without criteria."""
     match criteria:
         case [text] if text.lstrip().startswith("{"):
             return parse_json_object(text, "--stop")
@@ -170,7 +170,7 @@ def parse_name_value_pairs(settings: Sequence[str], option: str, expected: str =
 
 
 def _parse_name_or_object(text: str, option: str) -> str | Mapping[str, Any]:
-    """Parse a scheduler or a search: a JSON object, or a name with default settings."""
+    """Parse a scheduler or a search: a JSON object, or only a name, which means default settings."""
     return parse_json_object(text, option) if text.lstrip().startswith("{") else text
 
 
@@ -179,7 +179,7 @@ def _unwrap_single_word(values: Sequence[str]) -> object:
     return words[0] if len(words) == 1 else words
 
 
-# Convert the flags that `SearchPlan` declares to parameters of a command, and their values to search options.
+# Make a command's parameters from the flags that `SearchPlan` declares, and search options from the flags' values.
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class _OptionFlag:
 
     @property
     def value_type(self) -> Any:
-        """The type of the flag's values for typer."""
+        """The type that typer gets for the flag's values."""
         if self.flag.minimum is not None:
             return int
         value_type = self.flag.kind or _unwrap_optional(SearchPlan.model_fields[self.option].annotation)
@@ -222,7 +222,7 @@ def _unwrap_optional(value_type: Any) -> Any:
 
 
 def _to_typer_type(value_type: Any) -> Any:
-    """Return the type for typer: a choice for a literal, and text for types that typer does not support."""
+    """Return the type that typer gets: a choice for a literal, and text for types that typer does not support."""
     if get_origin(value_type) is Literal:
         return StrEnum("Choice", [(word, word) for word in get_args(value_type)])
     return value_type if value_type in (int, float, bool, Path) else str
@@ -255,7 +255,7 @@ RESUME_OPTIONS = [
 
 
 def with_flags(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds the flags to a command with `**options`, before its keyword-only parameters."""
+    """Return a decorator that replaces `**options` in a command's signature with the flags, for typer."""
 
     def add_options(command: _Command) -> _Command:
         parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
@@ -297,12 +297,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # Use placeholders, since only the server has a saved block, and only the journal has the trainable of `resume`.
+    # Use placeholders, as the target may be a block on the server, and `resume` gets the trainable from the journal.
     SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return the command that resumes a search. It names the trainable: a bucket's journal must not choose the code."""
+    """Return a command that resumes a search. It names the trainable, since a bucket's journal must not choose code."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 
@@ -398,7 +398,7 @@ def stop(
 ) -> None:
     """Stop a running search after every trial has saved; with --trial, end one of its trials permanently.
 
-    The search polls TARGET for requests every few seconds. Exits with 1 if the search has not answered.
+    The search polls TARGET for requests every few seconds. Exits with 1 if the search does not answer in time.
     """
     from prefect_tune.tuner.stop_requests import stop as send_stop_request
 
@@ -431,7 +431,7 @@ def deploy(
     prefix: Annotated[
         str, option_without_default("--prefix", "TEXT", "Prefix of each deployment's name, such as staging-.")
     ] = "",
-    name: Annotated[str | None, option_without_default("--name", "NAME", "One FLOW, for the experiment NAME.")] = None,
+    name: Annotated[str | None, option_without_default("--name", "NAME", "Deploy FLOW for experiment NAME.")] = None,
     params: Annotated[str, option_without_default("--params", "JSON", "Parameters, as a JSON object.")] = "{}",
     param: Annotated[
         list[str] | None, option_without_default("--param", "NAME=VALUE", "One parameter; VALUE is JSON or text.")
@@ -440,7 +440,7 @@ def deploy(
         list[str] | None, option_without_default("--cron", "CRON", 'Schedule, such as "0 2 * * *".')
     ] = None,
     every_seconds: Annotated[
-        float | None, option_without_default("--every-seconds", "S", "Run it every S seconds.")
+        float | None, option_without_default("--every-seconds", "S", "Schedule: every S seconds.")
     ] = None,
     time_zone: Annotated[
         str, typer.Option("--timezone", metavar="ZONE", help="Time zone of --cron, such as Europe/Berlin.")
@@ -449,7 +449,7 @@ def deploy(
         CollisionStrategy, typer.Option(metavar="WHAT", help="If the last run is still active: cancel-new or enqueue.")
     ] = "cancel-new",
     automations: Annotated[
-        bool, typer.Option("--automations/--no-automations", help="Restart crashed runs; with --notify, alerts too.")
+        bool, typer.Option("--automations/--no-automations", help="Restart crashed runs; --notify also sends alerts.")
     ] = True,
     notify: Annotated[
         str | None, option_without_default("--notify", "BLOCK", "Block that sends alerts: slack-webhook/NAME.")

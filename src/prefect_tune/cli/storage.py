@@ -98,7 +98,7 @@ def _read_checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined_sequences) - set(keys):  # for these, the journal has only the sequence
+    if missing := set(trial.quarantined_sequences) - set(keys):  # the journal has only these checkpoints' sequences
         paths = (stored.path for stored in store.list(folder.checkpoints_folder))
         listed = (CheckpointKey.from_manifest_path(folder, path) for path in paths)
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
@@ -151,7 +151,7 @@ def verify(
                 for _, check in of_trial:
                     trial_checks.append(check)
                     status.update(f"{name}: step {check.key.step} was read")
-                    if check.damage and not as_json:  # at once, since an error of the target can end the checks
+                    if check.damage and not as_json:  # print at once, as an error of the target can end the checks
                         print(f"{prefix}step {check.key.step}: DAMAGED: {make_visible(check.damage)}", file=sys.stderr)
             results += [(name, check) for check in trial_checks]
             if not as_json and (intact := [check for check in trial_checks if not check.damage]):
@@ -201,7 +201,7 @@ def export(
     target: Target,
     experiment: ExperimentName,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="New, empty, or with this export.", show_default=False)
+        Path, typer.Argument(metavar="DIRECTORY", help="New or empty, or has only this export.", show_default=False)
     ],
     step: Annotated[
         int | None, option_without_default("--step", "STEP", "Step of the checkpoint. Default: the newest.")
@@ -209,18 +209,17 @@ def export(
     trial: Annotated[
         str | None, option_without_default("--trial", "TRIAL", "Trial. Default: the best one by its last report.")
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Only the files of the checkpoint.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Write only the files of the checkpoint.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint to DIRECTORY: the files that the trainable saved, its configuration and its metrics.
+    """Write a checkpoint to DIRECTORY: the files that the trainable saved, the trial's configuration and the metrics.
 
-    The configuration and metrics are in config.json and metrics.json, or in trial-config.json and
-    trial-metrics.json if the checkpoint has a file of that name. --plain omits them.
+    The configuration and metrics are in config.json and metrics.json; --plain omits these files.
+    If the checkpoint has such a file itself, the export's is named trial-config.json or trial-metrics.json.
 
     DIRECTORY must be new or empty, or hold only this export, for example after an interruption.
     Without --trial, the command exports the trial with the best last report, which `show` lists first.
-    Events and alerts may name another best model. To export that model, pass its trial and step
-    as --trial and --step.
+    If an event or alert names another best model, pass its trial and step as --trial and --step.
     """
     from prefect_tune.blocks import resolve_existing
     from prefect_tune.results import export_checkpoint
@@ -318,10 +317,11 @@ def maintain(
     ] = None,
     verify: Annotated[Literal["sample", "all", "none"], typer.Option(help="Which checkpoints to verify.")] = "sample",
     share: Annotated[
-        str, typer.Option(metavar="1/N", help="Size of the sample: another part each day, all in N days.")
+        str, typer.Option(metavar="1/N", help="Share of the checkpoints in a sample; N daily runs read all.")
     ] = "1/7",
     keep_last: Annotated[
-        int | None, option_without_default("--keep-last", "N", "Prune finished experiments to the last N.", at_least=1)
+        int | None,
+        option_without_default("--keep-last", "N", "In finished experiments, keep the last N checkpoints.", at_least=1),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only; change nothing.")] = False,
     as_json: AsJson = False,

@@ -1,1 +1,1 @@
-"""The rules of experiments, which read no clock and no environment; all I/O goes through a store that is passed in."""
+"""The rules of experiments. They read no clock and no environment variables, and do all I/O through a given store."""

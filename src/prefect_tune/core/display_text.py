@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def make_visible(text: object) -> str:
-    r"""Return a text, or the sentence of a reason, with control characters escaped like `\x1b`; tabs and newlines stay.
+    r"""Return a text, or the text of a `Reason`, with control characters escaped like `\x1b`; tabs and newlines stay.
 
     So a text from a target can neither control a terminal nor reorder the characters around it.
     """
@@ -37,7 +37,7 @@ def shorten(text: str, max_length: int) -> str:
 
 
 def first_line(text: object) -> str:
-    """Return the first non-blank line of a text or of a reason, escaped by `make_visible`."""
+    """Return the first non-blank line of a text, or of the text of a `Reason`, escaped by `make_visible`."""
     return make_visible(str(text).strip().partition("\n")[0])
 
 
@@ -67,7 +67,7 @@ def make_storable(text: str) -> str:
 
 
 def pluralize(count: int, one: str, many: str) -> str:
-    """Return `count` with `one` if the count is 1, else with `many`: `"3 trials are"`."""
+    """Return the count and a word, which is `one` if the count is 1 and `many` if not, such as `3 trials`."""
     return f"{count:,} {one if count == 1 else many}"
 
 
@@ -77,7 +77,7 @@ def format_duration(span: timedelta) -> str:
 
 
 def format_seconds(number: float) -> str:
-    """Format a number of seconds like `format_duration`; the number may be too large for a `timedelta`."""
+    """Format a number of seconds like `format_duration`, even a number that is too large for a `timedelta`."""
     seconds = max(0, round(number))
     for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if seconds >= size:
@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits, or all digits of its whole part: `0.531`, `1,023`."""
+    """Format an amount of at least 0.0001 with `digits` digits (`0.531`); from 10**digits, as an integer (`1,023`)."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 
@@ -112,9 +112,9 @@ def format_amount(amount: float, digits: int = 3) -> str:
 
 
 def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str | None:
-    """Return the name in `names` most similar to `name`, ignoring case; None if none is similar or `names` has `name`.
+    """Return the name most similar to `name`, ignoring case; None if no name is similar, or if `name` is in `names`.
 
-    `min_similarity` is from 0 to 1; the similarity of `num_gpus` and `gpu` is 0.5.
+    `min_similarity` is from 0 to 1; the similarity of `num_gpus` and `gpu` is 0.55.
     """
     by_lower_case = {candidate.casefold(): candidate for candidate in names}
     matches = get_close_matches(name.casefold(), by_lower_case, n=1, cutoff=min_similarity)
@@ -122,13 +122,13 @@ def find_nearest_name(name: str, names: Iterable[str], min_similarity: float = 0
 
 
 def did_you_mean(name: str, names: Iterable[str], min_similarity: float = 0.5) -> str:
-    """Return `; did you mean 'name'?`; empty if no name in `names` is similar enough."""
+    """Return `; did you mean 'name'?`, or "" if no name in `names` is similar enough."""
     match = find_nearest_name(name, names, min_similarity)
     return f"; did you mean {match!r}?" if match else ""
 
 
 def did_you_mean_or_list(name: str, names: Iterable[str]) -> str:
-    """Return `did you mean 'name'?`; if no name is similar, return `it has` and all `names`."""
+    """Return `did you mean 'name'?`, or, if no name is similar, `it has` and all `names`."""
     known_names = list(names)
     match = find_nearest_name(name, known_names)
     return f"did you mean {match!r}?" if match else f"it has {', '.join(known_names) or 'nothing'}"

@@ -9,7 +9,7 @@ from prefect_tune.core.display_text import make_visible
 
 
 class TuneError(Exception):
-    """The base class of all errors that prefect-tune raises on purpose. Its text has no control characters."""
+    """The base class of all errors that prefect-tune raises on purpose. Its `str()` escapes control characters."""
 
     def __str__(self) -> str:
         return make_visible(super().__str__())
@@ -52,11 +52,11 @@ class CommitUnknown(TuneError):
 
 
 class AlreadyCommitted(TuneError):
-    """The key holds a checkpoint with other bytes: choose another key."""
+    """Another save has committed this step or a later step: restore the newest checkpoint, and train from there."""
 
 
 class CheckpointNotFound(TuneError, FileNotFoundError):
-    """The checkpoint is not committed, or the folder to copy has no files: choose a listed checkpoint."""
+    """The checkpoint was not committed or was deleted, or the folder to read has no files: choose an existing one."""
 
 
 class CheckpointCorrupt(TuneError):
@@ -64,7 +64,7 @@ class CheckpointCorrupt(TuneError):
 
 
 class DamageFound(TuneError):
-    """Maintenance found damage, and did all of its other work: read its report."""
+    """Maintenance found damage, and did all of its other work: read the maintenance report."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class NotExact(TuneError):
 
 
 class StagedFilesChanged(TuneError):
-    """Files changed while they were read: stage them again, and do not write to them before the commit."""
+    """Files changed while they were being saved: save them again, and do not write to them before the commit."""
 
 
 class PartMissing(TuneError):
@@ -102,11 +102,11 @@ class UnknownVersion(TuneError):
 
 
 class UnsafePayload(TuneError):
-    """Reading this payload could execute code: allow the reading explicitly with a key, or store plain JSON."""
+    """The journal or a JSON document names code that is not trusted: pass the code itself, or trust its package."""
 
 
 class IllegalTransition(TuneError):
-    """The event is impossible in this status of the trial: a bug or another program wrote the event."""
+    """The event is impossible in the present state of the experiment: a bug or another program wrote the event."""
 
 
 class Superseded(TuneError):

@@ -26,7 +26,7 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal; the `Superseded` error of an earlier owner names the new owner."""
+    """The process that owns a journal. An earlier owner gets a `Superseded` error, which names the new owner."""
 
     name: str
     host: str
@@ -37,7 +37,7 @@ class Owner(Value):
     is_manual: bool = False
     """Whether the user resumed this run; if so, its start does not count as a restart after a crash."""
     attempt: int = 0
-    """In a user's own flow, how often the flow run was started; 0 elsewhere."""
+    """In a user's own flow, the number of times that the flow run was started; 0 elsewhere."""
     slots: int | None = None
     """The number of trials that this run trains in parallel; None if unlimited."""
 
@@ -52,7 +52,7 @@ class Owner(Value):
 
 
 class CheckpointRef(Value):
-    """A checkpoint as the journal records it: the step and the sequence (its name on the target), the report, the size.
+    """A checkpoint as the journal records it: step and sequence (together its name on the target), report, and size.
 
     `make_checkpoint_ref` in `core/restore.py` makes the reference from the manifest of a save.
     """
@@ -109,7 +109,7 @@ class PriorTrial(Value):
 
 
 class WarmStart(Value):
-    """An experiment from which a search warm-starts; its trials are copied, in case the experiment is deleted."""
+    """An experiment from which a search warm-starts, with copies of its trials, in case the experiment is deleted."""
 
     source: str
     """The experiment as the user named it: by its name, or `target/name`."""
@@ -168,7 +168,7 @@ class CheckpointCommitted(TrialEvent):
     checkpoint: CheckpointRef
     retired_sequences: tuple[int, ...] = ()
     sent_bytes: int | None = None
-    """The number of uploaded bytes, which were not on the target yet; None if unknown."""
+    """The number of bytes that were uploaded because they were not on the target yet; None if unknown."""
     upload_seconds: float | None = None
     """The duration of the upload; None if unknown."""
     seconds: PhaseSeconds | None = None
@@ -202,11 +202,11 @@ class CheckpointQuarantined(TrialEvent):
     """Whether the checkpoint is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
     by_non_owner: bool = False
-    """Whether a non-owner of the origin wrote this event; set only in a fork, which copies the origin's events."""
+    """In a fork, whether a non-owner wrote this event to the origin's journal, from which it was copied; else False."""
 
 
 class CheckpointCloned(TrialEvent):
-    """The trial continues from a clone of another trial's checkpoint, with `config` if it is not None.
+    """The trial continues from a clone of another trial's checkpoint; `config`, if given, replaces its configuration.
 
     The clone becomes the trial's newest checkpoint. It exists only in this entry, not on the target, and uses the
     original's manifest and bytes. These stay as long as a trial has a clone, even if the original is retired.
@@ -280,7 +280,7 @@ class TrialRequeued(TrialEvent):
 
 
 class TrialPaused(TrialEvent):
-    """The scheduler gives this trial's slot to another. This trial has saved, if possible, and waits to be resumed."""
+    """The scheduler gives this trial's slot to another trial. This trial saved, if possible, and waits to resume."""
 
     type: Literal["trial-paused"] = "trial-paused"
     reason: AnyReason
@@ -364,17 +364,17 @@ class OwnerChanged(Value):
 class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints, because their manifests exist, but the last owner did not journal them.
 
-    A manifest of an earlier term that is neither listed here nor journaled before never becomes a checkpoint.
+    Unless a manifest of an earlier term is listed here or was journaled earlier, it never becomes a checkpoint.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
     checkpoints: Mapping[str, tuple[CheckpointRef, ...]] = Field(default_factory=dict)
     last_known_steps: Mapping[str, int] = Field(default_factory=dict)
-    """By running trial, the last known step of its lost attempt; 0 if no step is known."""
+    """For each running trial, the last known step of its lost attempt; 0 if no step is known."""
     trained_seconds: Mapping[str, float] = Field(default_factory=dict)
-    """By running trial, the training time up to the last known step, if it is known; used only for the cost."""
+    """For each running trial, the training time up to its last known step, if known; used only for the cost."""
     last_seen_at: str | None = None
-    """The time of the last owner's live status, by that owner's clock; None without one. Used only for the cost."""
+    """The time of the last owner's live status, by that owner's clock; None if missing. Used only for the cost."""
 
 
 class ExperimentConfigured(Value):
@@ -384,9 +384,9 @@ class ExperimentConfigured(Value):
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """By run, the number of samples that the run adds to the planned samples. A restarted run does not add them again.
+    """For each run, the number of samples that it adds to the planned samples. If it restarts, it adds none again.
 
-    The key of a run is its id, or its position in the run that called it, and stays the same after a restart.
+    A restart keeps the key of a run: the run's id, or, if another run called it, that run's key and the call.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""

@@ -19,7 +19,7 @@ from prefect_tune.core.errors import BadMetric, InvalidInput
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_MAX_DEPTH = 100  # below the about 200 levels at which JSON readers fail
+_MAX_DEPTH = 100  # JSON readers fail at about 200 levels
 _TIME_KINDS = ("m", "M")  # NumPy's durations and dates are not scalars here: their `item` may return an integer
 
 
@@ -174,7 +174,7 @@ def is_number_at_least(value: object, at_least: float) -> bool:
 
 
 def describe_non_number(value: object) -> str:
-    """Return what a value is if it is `text`, `a list` or `a dict`; empty for a number, None or any other value."""
+    """Return `text`, `a list` or `a dict` for a value of such a type; empty for a number, None or any other value."""
     if isinstance(value, Mapping):
         return "a dict"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""

@@ -57,7 +57,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return `arguments`, possibly from a trial; raise if they are not JSON, or have deep nesting or large numbers."""
+    """Return `arguments`, which may be a trial's; raise if they are too deep, are not JSON, or have huge numbers."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -107,7 +107,7 @@ class ProcessEnd(Value):
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return how a rank ended, as one of the reasons in a list of the ends of all ranks."""
+    """Return how a rank ended, as a reason for a list that says how each rank ended."""
     return make_reason("rank-died", **_make_process_end_arguments(end))
 
 
@@ -118,7 +118,7 @@ def process_end_reason(end: ProcessEnd, rank: int | None = None, memory: Reason 
         rank: the rank of the process; None if it is the only process.
         memory: how the process exceeded the memory limit, if it was killed for that.
     """
-    location = find_code_location(end.output, is_newest_first=True)  # as in a dump of faulthandler
+    location = find_code_location(end.output, is_newest_first=True)  # faulthandler prints the newest frame first
     context = {"location": location, "rank": rank, "output": end.output or None}
     return make_reason("process-ended", **_make_process_end_arguments(end), **context, memory=memory)
 
@@ -222,7 +222,7 @@ _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _SentenceFormatter(string.Formatter):
-    """Formats like `str.format`, also with `_FORMATS`, and with words by number: `one|many`, or `none|one|# many`."""
+    """Formats like `str.format`, and accepts `_FORMATS` and words chosen by a number: `one|many`, `none|one|# many`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")

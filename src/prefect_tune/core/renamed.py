@@ -32,7 +32,7 @@ def make_module_getattr(module: str, renamed: Mapping[str, str]) -> Callable[[st
 
     def get_attribute(name: str) -> Any:
         if new := renamed.get(name):
-            raise ImportError(f"{module}.{name} is now called {new}")  # imports would hide an AttributeError's message
+            raise ImportError(f"{module}.{name} is now called {new}")  # imports hide the message of an AttributeError
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get_attribute

@@ -69,7 +69,7 @@ def load_current_trial(store: ObjectStore, trial: TrialKey) -> Trial:
 def raise_damage_or_outdated(
     store: ObjectStore, trial: TrialKey, bad: Mapping[CheckpointKey, CheckpointCorrupt]
 ) -> None:
-    """Read the journal again; raise the damage of the first of the `bad` checkpoints that is still needed.
+    """Read the journal again; raise the damage of the first checkpoint in `bad` that is still needed.
 
     Raises:
         CheckpointCorrupt: the checkpoint is live, or a clone needs its bytes.
@@ -121,7 +121,7 @@ def read_manifest(store: ObjectStore, key: CheckpointKey) -> Manifest:
 
 
 def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Manifest | None:
-    """Return the manifest of `key`, so that a save can reuse its bytes; None if there is no key or intact manifest."""
+    """Return the manifest of `key`, for a save that reuses bytes; None without a key, or without an intact manifest."""
     try:
         return read_manifest(store, key) if key else None
     except (CheckpointCorrupt, CheckpointNotFound):
@@ -131,7 +131,7 @@ def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Mani
 def find_damaged_checkpoints(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
-    """Return the checkpoints that refer to one of the damaged `blobs` (path to damage), each with the blob's damage.
+    """Return each checkpoint that uses a damaged blob, with the damage. `blobs` has the damage of each blob, by path.
 
     Checkpoints with an unreadable manifest are left out, because their restore reports the damage of the manifest.
     """
@@ -195,7 +195,7 @@ def make_checkpoint_ref(manifest: Manifest) -> CheckpointRef:
 # The sequence increases with each save of a trial and with each attempt. So the sequence of the last attempt's
 # unjournaled save is at least the trial's `adopted_up_to`. Once an entry has adopted this save, or has recorded that no
 # save exists, no other save from before this entry can become a checkpoint. Saves of earlier attempts are not adopted,
-# because their owner had abandoned them; nor are those of an attempt with an open outbox: the attempt posts them.
+# because their owner had abandoned them. An attempt with an open outbox posts its saves, so they are not adopted.
 
 
 def make_adoption_events(
@@ -207,7 +207,7 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    Only running attempts without an outbox count: those of `trials`; or of all, if `trials` is None (new owner). Of
+    Covers only running attempts without an outbox: those of `trials`, or, for a new owner (None), of all trials. Of
     each attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
     journaled. The attempt ends with the cause `MACHINE`. A save with a damaged manifest is quarantined, and the
     previous save is tried. A save that is not adopted here never becomes a checkpoint. This function writes nothing, so
@@ -239,7 +239,7 @@ def make_adoption_events(
 def _find_unjournaled_save(
     store: ObjectStore, experiment: Experiment, trial: Trial
 ) -> tuple[Manifest | None, Sequence[CheckpointQuarantined]]:
-    """Return the newest intact, unjournaled save of a trial's last attempt; quarantine the damaged saves after it."""
+    """Return the newest intact, unjournaled save of a trial's last attempt, and quarantines of later damaged saves."""
     damaged: list[CheckpointQuarantined] = []
     folder = experiment.trial_key(trial.id)
     keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints_folder))

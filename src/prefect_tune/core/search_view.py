@@ -198,7 +198,7 @@ _STATUS_AFTER: Mapping[type[Event] | Cause, Status] = {
     Cause.PREEMPTED: Status.INTERRUPTED,
     Cause.MACHINE: Status.INTERRUPTED,
 }
-"""The status after an attempt, by the event that ended it or by its cause; `ERRORED` for all others."""
+"""The status after an attempt, by the event that ended it or by its cause; `ERRORED` for other events and causes."""
 
 
 class SearchView:
@@ -224,7 +224,7 @@ class SearchView:
         self._run_began = _EPOCH
         self._is_complete = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report, and whether it was inherited
-        self._best: tuple[str, Losses] | None = None  # None if `_losses` has changed, so that `best` finds it again
+        self._best: tuple[str, Losses] | None = None  # None after a change of `_losses`: `best` then finds it
 
     def begin_run(self, at: datetime) -> None:
         """Begin the present owner's run: restart the counts, and compare trials without the steps that were lost."""

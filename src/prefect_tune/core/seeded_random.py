@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a seed and a purpose, so that a resume has no generator state to restore."""
+"""Random numbers, each a hash of a seed and of the number's purpose: so a resume has no generator state to restore."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def draw_uniform(seed: int, *purpose: str | int) -> float:
 
 
 def draw_integer(below: int, seed: int, *purpose: str | int) -> int:
-    """Return an integer in [0, below), a 256-bit hash modulo `below`. If `below` < 2^64, the bias is under 2^-190."""
+    """Return a 256-bit hash of `seed` and `purpose`, modulo `below`. If `below` < 2^64, the bias is under 2^-190."""
     return int.from_bytes(blake3(canonical_json([seed, *purpose])).digest()) % below

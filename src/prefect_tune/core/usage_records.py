@@ -56,12 +56,12 @@ class AttemptUsage(Value):
 
     seconds: PhaseSeconds
     cpu_seconds: Seconds | None = None
-    """CPU time of its processes since the first sample (after the trainable has loaded); None if there was only one."""
+    """The CPU time of its processes from the first measurement (when the trainable has loaded) to the last one."""
     peak_memory_bytes: int | None = None
-    """The highest sample of the resident memory of all its processes together."""
+    """The highest measured resident memory of all its processes together."""
     mean_memory_bytes: int | None = None
     peak_gpu_memory_bytes: int | None = None
-    """The highest sample of the memory in use on all its visible GPUs together."""
+    """The highest measured memory in use on all its visible GPUs together."""
     mean_gpu_utilization: float | None = None
     """The mean utilization of its visible GPUs, from 0 to 1."""
     output: Message = ""
@@ -92,7 +92,7 @@ class AttemptRecord(Value):
     slot_seconds: Seconds = 0.0
     """The time for which the attempt held the slot."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """The seconds at the end of the attempt; if they are unknown, the seconds at its last known step."""
+    """The time of the attempt up to its end, by phase; if that is unknown, up to the attempt's last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of the attempt up to its last commit."""
     usage: AnyUsage | None = None
@@ -104,7 +104,7 @@ class AttemptRecord(Value):
     def with_commit(self, seconds: PhaseSeconds | None, trained_seconds: float) -> AttemptRecord:
         """Return the record after a commit; `trained_seconds` is the training time since the previous commit.
 
-        `seconds` are the seconds of the attempt at the checkpoint's step; None if unknown.
+        `seconds` is the time of the attempt up to the checkpoint's step, by phase; None if unknown.
         """
         if seconds is None:
             seconds = self.seconds.with_added_seconds("training", trained_seconds)

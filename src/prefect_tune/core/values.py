@@ -56,7 +56,7 @@ class Value(BaseModel):
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`. The copy shares the set of fields: `model_copy` adds no name that the set lacks."""
+        """Copy for `model_copy`. The copy shares the set of fields, since `model_copy` adds no other names to it."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)

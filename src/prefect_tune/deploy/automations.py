@@ -164,7 +164,7 @@ _ALERTS = (
         {TrialStalled.name},
         match=_PACKAGE_EVENTS,
     ),
-    # Triggered by Prefect's event, since a run that fails before it has an experiment emits no event of this package.
+    # Prefect's event is the trigger, since a run that fails before it has an experiment emits no event of this package.
     # Runs are matched by flow, not by tag, so that neither trials nor users' flows that call `pt.tune` send alerts.
     _make_alert_spec(
         "alert on a failed run",
@@ -212,8 +212,8 @@ def install_automations(
     """Install automations on the Prefect server, or update existing ones; return their names.
 
     Automations are matched by name; other automations are not changed. Installing twice is the same as installing once.
-    An alert without an action is switched off. If an automation has an action, an update does not change whether it is
-    switched on. An update replaces an alert's actions only if `notify` or `run` is passed.
+    An alert without an action is switched off. An update leaves an automation with an action as it was, switched on or
+    off. An update replaces an alert's actions only if `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.

@@ -21,9 +21,9 @@ class DeployableFlow:
     """A flow of this package that can be deployed."""
 
     name: str
-    """The name of the flow, and of its deployment."""
+    """The name of the flow, and the default name of its deployment."""
     entrypoint: str
-    """The flow's dotted path; a file path would load a second copy of the module, with different classes."""
+    """The flow's dotted path, because a file path would load a second copy of the module, with its own classes."""
     description: str
     concurrency_limit: int | None = None
     """The maximum number of concurrent runs; None for no limit."""
@@ -39,7 +39,7 @@ DEPLOYABLE_FLOWS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "durable-trainable",
         "prefect_tune.flows.deployed.durable_trainable",
-        "Train one trial durably. The same experiment name resumes it from its newest checkpoint.\n\n"
+        "Train one trial durably. Another run with the same experiment name resumes it from its newest checkpoint.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"
         "| trainable | `my_project.train:Net` |\n"
@@ -51,7 +51,7 @@ DEPLOYABLE_FLOWS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "tune",
         "prefect_tune.flows.deployed.tune",
-        "Search for the best configuration. The same experiment name resumes the search.\n\n"
+        "Search for the best configuration. Another run with the same experiment name resumes the search.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"
         "| trainable | `my_project.train:Net` |\n"
@@ -66,7 +66,7 @@ DEPLOYABLE_FLOWS: Sequence[DeployableFlow] = (
     DeployableFlow(
         "resume",
         "prefect_tune.flows.deployed.resume",
-        "Resume a search by its name alone, with more samples or steps, or another space; or fork it.\n\n"
+        "Resume a search by its name, optionally with more samples or steps, or with another space. Or fork it.\n\n"
         "| field | an example to copy |\n"
         "|---|---|\n"
         "| experiment | `first-search` |\n"
@@ -139,7 +139,7 @@ def find_deployable_flows(names: Sequence[str]) -> Sequence[DeployableFlow]:
 
 
 def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Sequence[DeploymentSpec]:
-    """Return the specifications of deployments for any experiment; their names begin with `prefix`."""
+    """Return specifications of general deployments, for no particular experiment; their names begin with `prefix`."""
     return [
         DeploymentSpec(
             flow=flow,
@@ -152,7 +152,7 @@ def make_general_specs(flows: Sequence[DeployableFlow], prefix: str = "") -> Seq
 
 
 def _make_trial_deployment_parameter(flow: DeployableFlow, prefix: str) -> Mapping[str, Any]:
-    """Return the parameter that makes `tune` use the `train-trial` deployment with this prefix; {} for other flows."""
+    """Return the parameter of `tune` that names the `train-trial` deployment with this prefix; {} if none is needed."""
     return {"trial_deployment": f"train-trial/{prefix}train-trial"} if prefix and flow.name == "tune" else {}
 
 
@@ -164,9 +164,9 @@ def make_experiment_spec(
     collision: CollisionStrategy = "cancel-new",
     prefix: str = "",
 ) -> DeploymentSpec:
-    """Return the specification of a deployment for the experiment that `parameters` names, or else `prefix` + `name`.
+    """Return the specification of the deployment `prefix` + `name`, of which at most one flow run runs at a time.
 
-    At most one flow run of the deployment runs at a time.
+    If the flow has an experiment, the experiment has the deployment's name, unless `parameters` has another name.
     """
     name = f"{prefix}{name}"
     experiment = {"experiment": name} if flow.has_experiment else {}

@@ -46,7 +46,7 @@ SlugLookup: TypeAlias = Callable[[str], str | None]
 
 
 def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
-    """Look up a block on a Prefect server without reading its secrets. A `partial` with `client` is a `SlugLookup`."""
+    """Look up a block without reading its secrets. With `client` bound by `partial`, this is a `SlugLookup`."""
     try:
         if BLOCK_SLUG.fullmatch(block):
             kind, name = block.split("/")
@@ -63,7 +63,7 @@ def validate_parameters(
 ) -> dict[str, Any]:
     """Return the parameters as the deployment stores them, with the names of blocks instead of the blocks' fields.
 
-    With `complete`, every parameter that a run needs must be present, because a scheduled run shows no form.
+    With `complete`, every parameter that a run needs must be present, because no form asks for it in a scheduled run.
 
     Raises:
         InvalidInput: a parameter is unknown, missing, invalid, or would reveal a secret. The message has no secret.
@@ -78,7 +78,7 @@ def validate_parameters(
     if isinstance(sync := validated.get("sync"), Mapping):
         validated["sync"] = _normalize_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # the journal has the settings that a resume does not pass
+    is_resume = "fork" in schema["properties"]  # then the plan may be incomplete: the journal has the rest
     if "trusted_packages" in passed:
         resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
@@ -105,7 +105,7 @@ def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return the target as a URI or `type/name`; Prefect replaces neither with the block's fields at a run's start."""
+    """Return the target as a URI or `type/name`, which Prefect does not replace with a block's fields in a run."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _resolve_saved_block(target["$ref"], field, find_slug)
@@ -211,8 +211,8 @@ class _ValidatedDeployment:
 def deploy(specs: Sequence[DeploymentSpec], pool: WorkPool) -> Sequence[DeploymentResult]:
     """Create or update these deployments; validate all of them before writing any.
 
-    Runs use the package that is installed where they execute, since Prefect pulls no code. If the schedules equal the
-    existing ones, these stay as they are, active or paused; otherwise the new schedules replace the existing ones.
+    Runs use the package that is installed where they execute, since Prefect pulls no code. If the new schedules equal
+    the existing ones, the existing ones stay as they are, active or paused; if not, the new ones replace them.
 
     Raises:
         InvalidInput: a flow cannot be imported, the work pool does not exist, or a parameter or schedule is invalid.

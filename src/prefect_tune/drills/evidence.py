@@ -36,13 +36,13 @@ from prefect_tune.stores.local.staging import fetch_checkpoint
 METRICS = ""
 """The `FileDifference.file` of a difference in the metrics."""
 CHECKPOINTS = "."
-"""The `FileDifference.file` of a difference in the steps that have a checkpoint."""
+"""The `FileDifference.file` of a step at which only one of the runs has a checkpoint."""
 GENERATORS = ".."
 """The `FileDifference.file` of a difference in the state of a random generator."""
 ValueLocation: TypeAlias = tuple[str, str]
 """A file, and the key of a value in the file."""
 _TIME_UNITS = (1.0, 1e3, 1e6, 1e9)
-"""The units in which a number may hold a time of day, as counts per second: s, ms, µs, ns."""
+"""The units in which a number may be a Unix time (s, ms, µs, ns), each as the number of units per second."""
 _CLOCK_MARGIN_SECONDS, _TIMER_MARGIN_SECONDS = 60.0, 1e-3
 ValueHistory = Mapping[int, object]
 """The values at one location, by step."""
@@ -56,7 +56,7 @@ class ProbeRecord:
     attempt: int
     is_restored: bool
     ended_at: float
-    """The time of day at the end of the step, in seconds."""
+    """The Unix time at the end of the step."""
     seconds: float
     """The duration of the step."""
     wait_seconds: float
@@ -90,7 +90,7 @@ class Kill:
     resumed_from: int
     """The step from which training resumed."""
     seconds: float
-    """The time from the kill to the end of the next step."""
+    """The time from the kill to the end of the first step after the resume."""
     kept_bytes: int = 0
     """The bytes of a killed upload that the target had already stored; they were not sent again."""
 
@@ -107,14 +107,14 @@ class DrillRun:
     metrics: Mapping[int, Mapping[str, object]]
     """The last report of each step."""
     manifests: Mapping[int, Manifest]
-    """By step, the manifest of its newest checkpoint; a step without a checkpoint is absent."""
+    """For each step that has a checkpoint: the manifest of the step's newest checkpoint."""
     saves: Sequence[MeasuredSave]
     records: Sequence[ProbeRecord]
     kills: Sequence[Kill]
 
     @property
     def restart_records(self) -> Sequence[ProbeRecord]:
-        """The first record of each attempt, except the first attempt."""
+        """The first record of each attempt after attempt 1."""
         attempts = [1, *(record.attempt for record in self.records)]
         return [record for record, before in zip(self.records, attempts, strict=False) if record.attempt != before]
 
@@ -187,7 +187,7 @@ class Difference:
 
     @property
     def is_missing_in_one_run(self) -> bool:
-        """Whether one of the runs lacks the report, the checkpoint or the file."""
+        """Whether one of the runs lacks the report, the checkpoint, the file or the value."""
         return self.location in {(METRICS, ""), (CHECKPOINTS, "")} or self.detail.description in {MISSING, UNEXPECTED}
 
     def __str__(self) -> str:
@@ -231,7 +231,7 @@ def select_first_differences(differences: Sequence[Difference]) -> Sequence[Diff
 
 
 def find_changing_values(store: ObjectStore, run: DrillRun) -> Mapping[ValueLocation, Mapping[int, object]]:
-    """Return the locations whose values change between consecutive checkpoints of a run, with their scalars by step.
+    """Return the scalars, by step, at each location whose value changes between consecutive checkpoints of a run.
 
     A value that only one of two checkpoints has, such as the last entry of a log, does not count as changed.
     """
@@ -268,8 +268,8 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 #
 # Some values differ in undisturbed runs, too, but say nothing about the training: a measured time, the time of a save,
 # the id of a run. Such a value is ignored if the values that training changes are equal. Weights are never ignored, so
-# an array, an element of a list or an unreadable file is a result. A number in a checkpoint may be a weight, too,
-# so it is ignored only if it is a time of day, or if metrics differ only in measured times: no metric depends on it.
+# an array, an element of a list or an unreadable file always counts. A number in a checkpoint may be a weight, too. It
+# is ignored only if it is a Unix time, or if no metric depends on it, since metrics differ only in measured times.
 
 
 def find_result_locations(
@@ -375,7 +375,7 @@ def _has_changes(history: ValueHistory) -> bool:
 
 
 def _is_measured_time(history: ValueHistory, run: DrillRun) -> bool:
-    """Return whether the values match the drill's measurements: times of day, durations of steps, or elapsed times."""
+    """Return whether the values match the drill's measurements: Unix times, durations of steps, or elapsed times."""
     records = {record.step: record for record in reversed(run.records) if not record.is_restored}
     pairs = [(value, records[step]) for step, value in sorted(history.items()) if step in records]
     if len(pairs) < len(history) or not all(isinstance(value, int | float) for value, _ in pairs):

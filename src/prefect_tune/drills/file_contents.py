@@ -1,11 +1,11 @@
-"""Compare two files of a checkpoint: by their values if the format is known, else by their bytes.
+"""Compare the same file of two checkpoints: by its values if the format is known, and by its bytes if not.
 
-Files with equal values are equal even if their bytes differ. For example, the bytes of a pickle depend on which of its
-objects are identical, and loading changes that. No pickle is executed: `torch.load` reads with `weights_only=True`,
-NumPy reads without pickles, and any other pickle is read with stand-ins for its classes and functions.
+Files with equal values are equal even if their bytes differ. For example, the bytes of a pickle depend on whether two
+equal values in it are one object, and loading changes that. No pickle is executed: `torch.load` reads with
+`weights_only=True`, NumPy reads without pickles, and any other pickle is read with stand-ins for classes and functions.
 
-Never report two files as equal if some bytes were not compared, except times in headers and bytes that follow from the
-values (sizes, checksums, offsets).
+Two files must never be reported as equal if bytes were not compared. The only exceptions are times in headers, and
+bytes that follow from the values (sizes, checksums, offsets).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
         files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # Parquet stores no times, so if the bytes differ, the files do differ, even with equal columns and metadata.
+        # A Parquet file does not store when it was written, so other bytes are a difference, even with equal columns.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -121,7 +121,7 @@ def _read_values(file: _FileContent) -> Any:
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
     if head.startswith((b"\x80", b"\x78")):
-        with suppress(Exception):  # this may be no pickle, since a text may begin with these bytes, too
+        with suppress(Exception):  # the file may not be a pickle: a text can begin with these bytes, too
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
@@ -299,7 +299,7 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
     """Return a skops node without what differs between processes: ids, names of files, and the order of sets.
 
-    skops names files by the ids of objects, and writes sets in the order of hashes. A file's values replace its name.
+    skops names files by the ids of objects, and writes sets in hash order. Replace a file's name with its values.
     """
     if isinstance(node, list) and not isinstance(node, KeyValuePairs):
         return [_strip_ids(inner, members, used) for inner in node]

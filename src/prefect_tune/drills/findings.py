@@ -102,7 +102,7 @@ def find_unrestored_states(
     undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to the
     step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step after
     the resume of a function, every value computed from sums differs, whatever the cause, so return such a value only if
-    no generator, count or rate differs. Return a variable that holds a metric only if all other differing states are
+    no generator, count or rate differs. If a variable holds a metric, return it only if all other differing states are
     `saved` in checkpoints. Return a saved state only if no other state differs.
     """
     references = {record.step: record for record in undisturbed.records}
@@ -142,7 +142,7 @@ def _select_causes(
 
 
 def _may_be_cause(state: UnrestoredState) -> bool:
-    """Return whether a state may be a cause: one step later, sums may be mere results, unlike generators and counts."""
+    """Return whether a state can be a cause: a generator, rate or count can, but a sum may differ only as a result."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -242,7 +242,7 @@ class DrillReport(RenamedMembers):
     trainable: str
     """The import path of the trainable."""
     verdict: Verdict
-    """`not deterministic` if two runs differ without a kill."""
+    """`not deterministic` if training results differ, or may differ, without a kill."""
     steps: int
     compared_metric_count: int
     """The number of compared metric values."""
@@ -307,7 +307,7 @@ class DrillReport(RenamedMembers):
 
     def _format_hint(self) -> str:
         if all(diff.location == (CHECKPOINTS, "") for diff in self.differences):
-            return "  all values in both runs are equal: save a checkpoint at the same steps after a resume, too"
+            return "  only the steps of checkpoints differ: save a checkpoint at the same steps after a resume, too"
         if all(diff.detail.is_byte_comparison for diff in self.differences):
             return (
                 "  all metrics are equal; only the bytes of files that the drill cannot read differ. Their values may "
@@ -321,7 +321,7 @@ class DrillReport(RenamedMembers):
     def _format_headline(self) -> str:
         if self.verdict == "exact":
             times = pluralize(len(self.kills), "time", "times")
-            return f"exact: the run that was killed {times} is the same; {self._format_counts()}"
+            return f"exact: the run that was killed {times} equals the undisturbed run; {self._format_counts()}"
         if self.verdict == "not deterministic":
             first = self.unstable[0]
             is_named = first.detail.description in {MISSING, UNEXPECTED}
@@ -435,7 +435,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
 
 
 def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
-    """If the equal values prove nothing, return the differences that occur without a kill, the best evidence first.
+    """If equal values prove nothing, return the differences without a kill, the best evidence first; otherwise none.
 
     If metrics (except measured times) differ and the training draws from an unseeded generator, the training is not
     deterministic. If metrics differ but no generator is unseeded, the checkpoints must show that the training is
@@ -496,7 +496,7 @@ def _make_advice(plan: DrillPlan, undisturbed: DrillRun, killed: DrillRun, save:
 
 
 def compute_optimal_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds of training between two saves that minimize the time lost to saves and failures.
+    """Return the interval between saves, in seconds of training, that loses the least time to saves and failures.
 
     The first-order optimum is `sqrt(2 C M)`, for the cost `C` of a save and the mean time `M` between failures
     (J. W. Young, *A first order approximation to the optimum checkpoint interval*, CACM 17(9), 1974). This function

@@ -35,9 +35,9 @@ class DrillPlan:
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return the steps after which a drill kills, each with the victim. The steps are `at`, or `count` random steps.
+    """Return the steps after which a drill kills, each with the victim: `at` or, if it is empty, `count` random steps.
 
-    If enough steps follow the first save, random steps are drawn from these, because a resume from step 0 shows little.
+    If enough steps follow the first save, all random steps follow it, because a resume from step 0 shows little.
 
     Raises:
         InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.

@@ -2,8 +2,8 @@
 
 The probe runs in the trial's process. It writes a record after each step as a line of a file on this machine, so a kill
 loses no record. A record has digests of all states on which the next step may depend: the random generators of Python,
-NumPy and PyTorch, and the attributes of a class, or the local variables of a function at a report. The drill compares
-the digests of a resumed run with those of the undisturbed run, and names the states that were not restored.
+NumPy and PyTorch, and either a class's attributes or a function's local variables at a report. The drill compares the
+digests of a resumed run with those of the undisturbed run, and names the states that were not restored.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RunPlan:
         return None
 
     def read_kills(self) -> Iterator[tuple[Victim, float]]:
-        """Yield the victim, and the time of day in seconds, of each kill that was made."""
+        """Yield the victim and the Unix time of each kill that was made."""
         for number, (_, victim) in enumerate(self.kills):
             with suppress(FileNotFoundError, ValueError):
                 yield victim, float(Path(self.folder, f"kill-{number}").read_text(encoding="ascii"))
@@ -96,7 +96,7 @@ class RunPlan:
 
 
 def __getattr__(name: str) -> object:
-    """Return `Probed`, the trainable of this process's plan with a probe. Each call returns the same object."""
+    """Return `Probed`: the trainable of this process's plan, with a probe added. Each call returns the same object."""
     if name != "Probed":
         raise AttributeError(name)
     plan = RunPlan.from_environment()
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> object:
 
 
 def _wrap_class(kind: type[Any], plan: RunPlan) -> type[Trainable]:
-    probe = _Probe(plan)  # no attribute of the trainable, because a trainable may save all of its attributes
+    probe = _Probe(plan)  # not stored in the trainable, because a trainable may save all of its attributes
 
     class Probed(kind):  # type: ignore[misc]  # a base class loaded at runtime
         def setup(self, config: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _wrap_function(train: Callable[..., object], plan: RunPlan) -> Callable[...,
 
 
 def probe_rank() -> None:
-    """Probe the reports of this process, a rank that a launcher in the trial started; see `_wrap_function`."""
+    """Probe the reports of this process, which is a rank that the trial's launcher started; see `_wrap_function`."""
     # Probe the frame of the launched program, which reports directly or through a framework.
     _probe_reports(RunPlan.from_environment(), lambda frame: frame.f_globals.get("__name__") == "__main__")
 
@@ -238,7 +238,7 @@ def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _compute_digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():  # else this would begin to use GPU memory for a training on the CPU
+        if torch.cuda.is_initialized():  # if not, the next line would make a training on the CPU use GPU memory
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 yield f"global torch.cuda:{number}", _compute_digest(state)
     yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_STATES)

@@ -204,13 +204,13 @@ class Drill:
     def compare(self, undisturbed: DrillRun, killed: DrillRun) -> RunComparison:
         """Return the differences between the runs, and the differences that occur even without a kill.
 
-        The second run is undisturbed before its first kill. If the differences in that part do not explain the later
-        differences, this method trains a third, undisturbed run.
+        The killed run, too, is undisturbed before its first kill. If the differences in that part do not explain the
+        later differences, this method trains a third run, which is undisturbed.
         """
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         early = [diff for diff in differences if diff.step <= killed.undisturbed_steps]
-        # A missing value is no difference without a kill, because the run may have had this value until the kill.
+        # A value that is missing in one run does not count here, since the killed run may have had it until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -303,7 +303,7 @@ def require_drillable(trainable: str) -> None:
     """Import the trainable in a separate process, before anything slower starts.
 
     Raises:
-        InvalidInput: the import of a trainable's module calls this function.
+        InvalidInput: this function was called during the import of a trainable's module.
         TuneError: the object cannot be imported, is not a trainable, or is a class that cannot save and load.
     """
     require_not_importing("drill")

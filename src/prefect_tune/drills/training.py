@@ -41,14 +41,14 @@ class _KillingStore:
         if "/blobs/" not in path:
             return
         with self._plan.records_path.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # of the step being saved, since a step's record precedes its save
+            last = deque(records, maxlen=1)[0]  # the record of the saved step, since it is written before the save
         if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
 
 @contextmanager
 def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
-    """In the block, all targets of this class open stores that kill this process as planned."""
+    """In the `with` block, all targets of the class `target` open stores that kill this process as planned."""
     open_store = target.open
 
     @contextmanager

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 ValuePath: TypeAlias = tuple[str, ...]
-"""The tokens of the keys on the way to a value. `1` and `'1'` differ, and so do key `a.b` and key `b` in `a`."""
+"""The tokens of the keys on the way to a value. Key `1` differs from key `'1'`, and key `a.b` from key `b` in `a`."""
 Scalar: TypeAlias = bool | int | float | str | dt.date | dt.time | dt.timedelta | uuid.UUID
 
 MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
@@ -66,7 +66,7 @@ class _Comparison:
     name: str
     differences: list[FileDifference] = field(default_factory=list)
     compared: dict[tuple[int, int], object] = field(default_factory=dict)
-    """The pairs that are equal or being compared, by the ids of both objects; no id is reused while they are stored."""
+    """The pairs that are equal or being compared, by the ids of both objects; ids of stored objects are not reused."""
 
     def compare(self, expected: object, actual: object, path: ValuePath) -> None:
         pair = id(expected), id(actual)
@@ -322,7 +322,7 @@ def _to_scalar(value: object) -> Scalar | None:
         if len(value) > _MAX_SCALAR_CHARACTERS or isinstance(value, Line):
             return None
         try:
-            return float(value)  # a number as text may be a weight
+            return float(value)  # a text that is a number may be a weight
         except ValueError:
             return value
     return value if isinstance(value, bool | int | float | dt.date | dt.time | dt.timedelta | uuid.UUID) else None

@@ -208,7 +208,7 @@ class DeploymentLauncher:
         request = replace(request, secret=secrets.token_hex(16)) if spec.nodes_per_trial > 1 else request
         spec_parameters, request_parameters = make_spec_parameter(spec), make_request_parameter(request)
         parameters: dict[str, object] = {"spec": spec_parameters, "request": request_parameters, "attempt": attempt}
-        # Experiments on other targets, and later experiments of the same name, have other keys.
+        # The key has the target and experiment id, since other targets and later experiments may use the same names.
         target, experiment_id = hash_bytes(spec.target.uri.encode())[:16], request.experiment_id[:16]
         key = f"{target}/{spec.trial.experiment}/{experiment_id}/{spec.trial.trial}/{request.trial.outbox}"
         first = self._find_or_create_run(spec, parameters, key)

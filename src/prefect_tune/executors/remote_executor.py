@@ -107,7 +107,7 @@ class RemoteSearchChannel(SearchChannel):
 
     Args:
         owner_term: the term of the owner that starts the attempt. In each process, attempts of one term share a pool.
-        reuse: how that pool shares the import of the trainable's module.
+        reuse: how the trials in that pool share the import of the trainable's module.
         pool: a pool to use instead of the shared pool; it is not pickled.
     """
 
@@ -236,7 +236,7 @@ class RemoteSearchChannel(SearchChannel):
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines. If attempts outlive the search, a second launch finds the first attempt."""
+    """Launches attempts on other machines. If attempts outlive the search, another launch finds the running attempt."""
 
     @property
     def attempts_outlive_search(self) -> bool:
@@ -245,7 +245,7 @@ class AttemptLauncher(Protocol):
     def __call__(
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
-        """Launch an attempt; return a function that waits for its end, and raises its error if known."""
+        """Launch an attempt; return a function that awaits the end, and raises the attempt's error if known."""
 
     def cancel_unstarted_attempts(self) -> None:
         """Cancel the attempts that have not begun, if the launcher can. Do not wait."""
@@ -417,7 +417,7 @@ class RemoteExecutor:
         messages: list[Message] = [PostArrived(trial, number, post.events)]
         for event in post.events:
             match event:
-                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # it may await the decision
+                case AttemptStarted(from_step=step) if attempt.needs_decision_at(step):  # the attempt may be waiting
                     messages.append(RemoteAttemptStarted(trial))
                 case StepReported(report=report, awaits_decision=True) if attempt.needs_decision_at(report.step):
                     messages.append(DecisionAwaited(trial, report))

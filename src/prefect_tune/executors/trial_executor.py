@@ -54,7 +54,7 @@ class PostArrived:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAttemptStarted:
-    """An attempt on another machine has started at a milestone. Resend the answer for which the attempt may wait."""
+    """An attempt on another machine has started at a milestone. It may wait for an answer, which must be resent."""
 
     trial: str
 
@@ -279,7 +279,7 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
     Without `resources_per_trial`, the number of slots is the smallest limit; without a limit, it is the number of CPUs
-    divided by a trial's processes. Each slot gets an equal share of the CPUs; with fewer trials than slots, each trial.
+    divided by a trial's processes. The slots, or the trials if there are fewer of them, share the CPUs equally.
 
     Args:
         plan: the plan, which may limit the number of slots.
@@ -292,7 +292,7 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     cpu_count, needed, is_thread = count_available_cpus(), plan.resources, plan.isolation == "thread"
     if needed is None:
         count = max_slots or max(1, cpu_count // compute_process_count(plan.processes_per_trial, 1))
-        trial_count = None if plan.samples_per_run else plan.trial_count  # then only the journal has the total
+        trial_count = None if plan.samples_per_run else plan.trial_count  # if None, only the journal has the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
         gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(list_gpus(os.environ)) // count

@@ -18,7 +18,7 @@ from prefect_tune.runtime.trainable import StopTraining, get_checkpoint, get_pro
 _log = logging.getLogger("prefect_tune")
 
 MetricNames: TypeAlias = str | Sequence[str] | Mapping[str, str] | None
-"""The metrics that a callback reports: one name, several, `{reported name: framework's name}`, or None for all."""
+"""The metrics that a callback reports: a name, several names, `{reported name: framework's name}`, or None for all."""
 
 
 def select_metrics(
@@ -40,7 +40,7 @@ def select_metrics(
 
 
 def try_report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> bool:
-    """Report a step, with a checkpoint if one is due; return False if the trial has ended: then end the training loop.
+    """Report a step, with a checkpoint if one is due; return False if the trial has ended, so the loop must end, too.
 
     The user's code after the loop still runs, as it does after early stopping, but its reports are ignored. With
     `allow_missing`, the report may lack the search's metric, for example before the first validation has finished.

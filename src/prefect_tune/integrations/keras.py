@@ -41,7 +41,7 @@ _PATH_ATTRIBUTES = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path to which a callback writes. Its other attributes may contain paths below that path."""
+"""The attribute with the path to which a callback writes. Other attributes of the callback may have paths below it."""
 
 
 def get_initial_epoch() -> int:

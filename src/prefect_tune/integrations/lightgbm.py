@@ -81,7 +81,7 @@ class TuneReportCheckpointCallback:
 
 
 class _LightgbmReplayCallback(TuneReportCheckpointCallback):
-    """Reports the rounds after the first `reported_rounds` rounds, which an earlier attempt has already reported."""
+    """Reports all rounds except the first `reported_rounds` rounds, because an earlier attempt has reported these."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -103,8 +103,8 @@ def train(
 ) -> lgb.Booster:
     """Train like `lgb.train`, but in segments, each of which starts with new generators that are seeded by `seed`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads, the trial ends with the
-    trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its unfinished segment from the segment's first round. So with the same number of threads,
+    it ends with the trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-l2"}, valid_sets=[test], valid_names=["test"])

@@ -114,7 +114,7 @@ class TuneReportCheckpointCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check the number of processes before the training, and move output paths below the trial's directory.
 
-        A `ModelCheckpoint` uses its moved path, because Lightning sets this callback up after all others.
+        A `ModelCheckpoint` uses its moved path, because Lightning sets up such callbacks after all others.
         """
         del pl_module
         self._rank = get_validated_rank("Trainer", trainer.world_size)

@@ -43,12 +43,12 @@ _UNMATCHABLE = "\0"  # a value that no configuration contains
 
 @dataclass(frozen=True, slots=True)
 class TrialParameters:
-    """The parameters of a configuration in Optuna, in the order in which they are suggested."""
+    """A configuration's parameters as Optuna stores them, in the order in which they are suggested."""
 
     values: Mapping[str, Scalar]
     distributions: Mapping[str, BaseDistribution]
     is_complete: bool
-    """Whether the space has no further parameters."""
+    """Whether the configuration matches the whole space, and omits no parameter."""
 
 
 def extract_parameters(
@@ -96,12 +96,12 @@ def iter_domains(value: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without its functions, in alphabetical order, because a journal keeps no other order."""
+    """Return a space without its functions, and with its keys sorted, because a journal keeps no other order."""
     return {key: _map_space(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
 def mask_undrawable_options(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space in which no configuration matches an option with the weight 0."""
+    """Return a space in which each option with the weight 0 is replaced by a value that no configuration contains."""
 
     def mask_options(domain: object) -> object:
         if not isinstance(domain, Choice):
@@ -189,7 +189,7 @@ def _make_optuna_choices(domain: Choice | Grid) -> list[Scalar]:
 
 
 def _find_drawable_indexes(domain: Choice | Grid) -> list[int]:
-    """Return the indexes of the options with a nonzero weight. Optuna has no weights, so it treats these alike."""
+    """Return the indexes of options with a nonzero weight. Optuna has no weights, so it treats these options alike."""
     weights = domain.weights if isinstance(domain, Choice) else None
     return [index for index in range(len(domain.options)) if weights is None or weights[index] > 0]
 
@@ -298,7 +298,7 @@ _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
 """Samplers that support trials with missing parameters. Any other sampler draws the missing parameters at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
-"""Types whose objects are not copied: thousands of constants, and a cache that is derived from the trials."""
+"""Types whose objects are not copied: trials and distributions, which are constant, and Optuna's cache of the space."""
 _OPAQUE_TYPES = (type, FunctionType, ModuleType, np.ndarray, str, bytes, *_SHARED_TYPES, *get_args(_Generator))
 _SEED_BITS = 128
 
@@ -317,7 +317,7 @@ class SeededSampler:
             if isinstance(part, samplers.QMCSampler):  # replace its seed, which may be random
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # Needed by several processes only. Here, running trials have all parameters, and hide no configuration.
+                # One process does not need this: its running trials have all parameters, and hide no configuration.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies, because they are reseeded before each use.
@@ -337,7 +337,7 @@ class SeededSampler:
         return copy.deepcopy(self._original_sampler, dict(self._shared))
 
     def prepare_result_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler that receives the end of trial `number`; later copies contain its new notes."""
+        """Return the sampler that receives the end of trial `number`; later copies contain the notes that it makes."""
         self._seed_generators("ended", number)
         return self._original_sampler
 

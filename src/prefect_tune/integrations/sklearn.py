@@ -62,7 +62,7 @@ class PartialFitTrainable(Trainable):
         raise NotImplementedError(f"{type(self).__name__}.make_estimator: return an estimator with partial_fit")
 
     def make_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
-        """Return an array of training examples, and an array of their labels; None instead if there are no labels."""
+        """Return an array of training examples, and an array of their labels (None if there are no labels)."""
         raise NotImplementedError(f"{type(self).__name__}.make_data: return examples and labels")
 
     def evaluate(self, estimator: Any) -> Mapping[str, object]:

@@ -57,7 +57,7 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
         raise InvalidInput(f"save_state: expected each name once, found {sorted(twice)} in both the parts and extra")
     for kind, by_name in saved.items():
         saved[kind] = {name: _encode_value(value, str(name), name) for name, value in by_name.items()}
-    Path(directory).mkdir(parents=True, exist_ok=True)  # for example, a rank's new subdirectory
+    Path(directory).mkdir(parents=True, exist_ok=True)  # it may be missing: a rank's subdirectory, for example
     torch.save({**saved, "random": random_state()}, Path(directory, _STATE_FILE))
 
 
@@ -229,7 +229,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
                     "train on other examples, or in another order, pass torch.utils.data.Subset(dataset, indexes)"
                 )
         if options.get("in_order", True) is not True:
-            raise InvalidInput("ResumableLoader(in_order=False): expected True, since positions count ordered batches")
+            raise InvalidInput("ResumableLoader(in_order=False): expected True, since a resume needs batches in order")
         for name, number, minimum in (("batch_size", batch_size, 1), ("seed", seed, 0)):
             if isinstance(number, bool) or not hasattr(number, "__index__") or not minimum <= number < 1 << 63:
                 raise InvalidInput(f"ResumableLoader({name}={number!r}): expected an integer of {minimum} or more")
@@ -238,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
-        # Not the global generator: each iterator draws a number from it, and a resume makes one iterator more.
+        # Each iterator draws a number, and a resume makes one more iterator, so the global generator is not used.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._batches, **options)
 
@@ -250,7 +250,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned process; a generator becomes bytes: PyTorch 2.13 cannot pickle generators."""
+        """Return the state for a spawned process; the generator becomes bytes, since PyTorch 2.13 cannot pickle it."""
         generator = self.generator
         return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 

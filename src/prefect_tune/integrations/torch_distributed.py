@@ -54,11 +54,11 @@ _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
-"""The largest read, and the largest gap between the ranges that it combines; a read loads its chunks in parallel."""
+"""The largest read, and the largest gap between two ranges in it; a read loads a target's chunks in parallel."""
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
-"""The path to a value in a state dict of dicts and lists."""
+"""The path to a value in a state dict, whose dicts and lists may be nested."""
 
 
 class _StrictModel(BaseModel):
@@ -98,7 +98,7 @@ class _MetadataDocument(_StrictModel):
     objects: dict[str, _ByteRange]
     """The other values by name, in the format of `torch.save`."""
     paths: dict[str, _Path] | None
-    """The path of each name in the state dict before flattening; None if the state dict was not flattened."""
+    """For each name, the path to its value in the state dict before flattening; None if nothing was flattened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A view of bytes requires a stride of 1, but a tensor of one element is contiguous with any stride. So set it to 1.
+    # Set a stride of 1, which a view of bytes requires; a tensor of one element is contiguous with any stride.
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -363,7 +363,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty chunks first, so that others replace them
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty first, to be replaced at the same offsets
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))

@@ -55,7 +55,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     Trials would overwrite each other's files in a shared `output_dir`, so it is moved below the trial's directory,
     unless its path contains the trial's ID. If `save_strategy` is not `"no"`, the Trainer also saves checkpoints there.
-    These are synced as artifacts. At a reported step, only the report's checkpoint is saved, which goes to the target.
+    These are synced as artifacts. At a reported step, only the report's checkpoint is saved, and moved to the target.
 
     Args:
         metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.

@@ -120,8 +120,8 @@ def train(
 ) -> xgb.Booster:
     """Train like `xgb.train`, in segments that each start with new random generators, seeded by `seed` in `params`.
 
-    A resumed trial repeats its last segment from the start. So with the same number of threads, the trial ends with the
-    trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
+    A resumed trial repeats its unfinished segment from the segment's first round. So with the same number of threads,
+    it ends with the trees of an uninterrupted trial, even if rounds draw random numbers. Each round is reported once.
 
     ```python
     booster = train(params, data, 100, metrics={"loss": "test-rmse"}, evals=[(test, "test")])

@@ -137,7 +137,7 @@ class StepRows:
 
 
 class CSVRows(StepRows):
-    """A CSV file with one line per row. Text of several lines is written as JSON."""
+    """A CSV file in which each row is a single line, because text of several lines is written as JSON."""
 
     header_line_count = 1
 

@@ -152,7 +152,7 @@ class _MLflowRun:
             params = [Param(_clean_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in config.items()]
             client.log_batch(self._id, params=params)
         self._values: dict[str, dict[int, float]] = {}
-        """The run's newest values by metric and step, only for the metrics that were fetched."""
+        """For each metric that was fetched: the run's newest value at each step."""
         self._last_step = max(self._fetch_values(_STEP_METRIC), default=0) if runs else 0
 
     def log_step(self, report: StepReport) -> None:
@@ -165,7 +165,7 @@ class _MLflowRun:
         self._last_step = max(self._last_step, report.step)
 
     def log_last_metrics(self, report: StepReport) -> None:
-        """If the run has later steps, also log the metrics of `report` at the last of these, which MLflow shows."""
+        """If the run has steps after `report`, log the report's metrics also at the last step, which MLflow shows."""
         if report.step < self._last_step:
             self._log_metrics(_make_metrics(report), self._last_step)
 

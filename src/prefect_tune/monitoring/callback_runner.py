@@ -193,7 +193,7 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # otherwise, the thread later reads the event from the journal
+            if not self._is_behind:  # a thread that is behind reads the event from the journal later
                 self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)

@@ -67,7 +67,7 @@ _CHECK_INTERVAL = timedelta(seconds=1)
 _FIRST_REPORT_TIMEOUT = timedelta(minutes=30)
 _MIN_STALL_TIMEOUT = timedelta(minutes=5)
 _STALL_FACTOR = 5
-"""An attempt counts as stalled after this multiple of its longest report interval, at least `_MIN_STALL_TIMEOUT`."""
+"""An attempt counts as stalled after this multiple of its longest report interval, not before `_MIN_STALL_TIMEOUT`."""
 NEVER_DROPPED_EVENTS = AttemptEnded | TrialErrored | CheckpointQuarantined
 """Trial events that are emitted even when the rate limit is reached."""
 _MAX_SOURCES = 20
@@ -230,7 +230,7 @@ class EventEmitter(SearchObserver):
         self._asset_events = AssetEventBuilder(address, self.experiment.key)
         self._allowance = TokenBucket(_MAX_BURST_COUNT, _EVENTS_PER_SECOND)
         self._dropped_count = 0
-        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # by trial: attempt and report at its last stall
+        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # trial -> attempt and report at its last stall
 
     def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.

@@ -224,9 +224,9 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""The report omits earlier runs if the journal is longer, because reading it would take a minute of CPU time."""
+"""If earlier runs have more entries than this, the report omits the runs, since reading takes a minute of CPU time."""
 _MAX_TRIAL_ARTIFACTS = 10
-"""A limit, because each progress artifact of a trial costs the server about 15 ms per update."""
+"""The most trials with a progress artifact at a time, because each artifact costs the server about 15 ms per update."""
 
 
 class ReportObserver(SearchObserver):
@@ -245,7 +245,7 @@ class ReportObserver(SearchObserver):
             recorder.expect_earlier_entries()
         self._displayed_trials: Sequence[str] = ()
         earlier = None
-        if experiment.term > 1:  # so an earlier run may have left artifacts
+        if experiment.term > 1:  # an earlier run may have left artifacts
             kept = frozenset(make_artifact_key(kind, experiment.name) for kind in ("report", "progress"))
             trial_keys = frozenset(
                 _make_progress_artifact_key(experiment, trial, target.uri) for trial in experiment.trials
@@ -303,7 +303,7 @@ class ReportObserver(SearchObserver):
         experiment, trials = snapshot.experiment, list(snapshot.experiment.trials.values())
         if self._extent.trial_count is None or not trials:
             return
-        expected = max(self._extent.trial_count, len(trials))  # an earlier run may have requested more
+        expected = max(self._extent.trial_count, len(trials))  # an earlier run may have requested more trials
         if expected == 1:
             done = self._describe_trial_progress(trials[0], snapshot)
         else:

@@ -82,7 +82,7 @@ class ProgressObserver(SearchObserver):
         if state.counts.get(Status.ERRORED) and not state.extent.is_training:
             line, name = progress_view.render_progress_line(state), state.extent.experiment
             self._log.warning("%s; see results.errors, or prefect-tune show TARGET %s", line, name)
-        elif self.is_shown or not state.extent.is_training:  # otherwise, the log already has a line about the end
+        elif self.is_shown or not state.extent.is_training:  # a training without a table has already logged its end
             self.log_progress()
 
     def render_table(self, width: int, height: int) -> RenderableType:
@@ -149,7 +149,7 @@ class SearchLog(SearchObserver):
         self._uri = uri
         self._log = log
         self._recomputed_steps = {trial.id: trial.recomputed_steps for trial in experiment.trials.values()}
-        self._lost_trials: set[str] = set()  # trials whose lost attempt is logged but not yet journaled
+        self._lost_trials: set[str] = set()  # trials with an attempt whose loss is logged but not yet journaled
         self._unfinished_trials = {  # trials that an earlier run began, and neither ended nor paused
             trial.id
             for trial in experiment.trials.values()
@@ -222,7 +222,7 @@ class SearchLog(SearchObserver):
         if has_losses:
             reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-        reason_has_result = (  # for example, the value that reached a limit
+        reason_has_result = (  # the reason names a value, for example one that reached a limit
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)

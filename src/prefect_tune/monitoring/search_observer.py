@@ -80,7 +80,7 @@ class SearchRecorder(SearchObserver):
         self._view = SearchView(experiment)
         self._view.begin_run(self._run_began)
         self._changes: list[Callable[[SearchView], None]] | None = None
-        """The changes since the call of `expect_earlier_entries`; None before it, and again after `prepend_entries`."""
+        """The changes since `expect_earlier_entries` was called; None before that call, and after `prepend_entries`."""
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         at = datetime.now(UTC)
@@ -111,7 +111,7 @@ class SearchRecorder(SearchObserver):
         self._changes = []
 
     def prepend_entries(self, entries: Iterable[Entry] | None) -> None:
-        """Rebuild the view from the entries of earlier runs and this run's changes; if `entries` is None, keep it."""
+        """Rebuild the view from earlier runs' `entries` and this run's changes; keep the view if `entries` is None."""
         view = self._view
         if entries is not None:
             view = SearchView(self._initial_experiment)

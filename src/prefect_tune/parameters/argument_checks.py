@@ -38,7 +38,7 @@ def validate_experiment_name(name: str | None) -> str:
     """Return `name`; if it is None, the flow run's id, which `with_experiment_name` later replaces in a flow or task.
 
     Raises:
-        InvalidInput: the name cannot be a folder on every target.
+        InvalidInput: the name would be invalid as a folder's name on some targets.
     """
     if name is not None:
         return validate_name(name)

@@ -1,8 +1,8 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
 A parameter gets a handwritten schema if the schema of its type is unclear or asks for secrets. Calls from a script can
-pass objects. A form can only select or name a saved block, and cannot contain a block's fields with their credentials,
-because Prefect's API rejects deployment parameters that do not match the schema.
+pass objects. A form can only select or name a saved block, because Prefect's API rejects deployment parameters that do
+not match the schema, such as the fields of a block, which may be credentials.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_form_schema(flow: Flow[Any, Any]) -> dict[str, Any]:
         for name, kind in schema.get("definitions", {}).items()
     }
     form = {**schema, "properties": _simplify_fields(schema["properties"]), "definitions": definitions}
-    if isinstance(flow, GroupedFlow):  # accept these parameters outside the group too; forms do not show patterns
+    if isinstance(flow, GroupedFlow):  # accept these parameters outside the group too; forms ignore `patternProperties`
         group = definitions[OPTIONS_DEFINITION]["properties"]
         form["patternProperties"] = {f"^{name}$": {"anyOf": [field, _NULL]} for name, field in group.items()}
     return form
@@ -76,7 +76,7 @@ def _drop_null(field: dict[str, Any]) -> _Schema:
     """Return the field without the type null, since forms omit empty fields, and Prefect's API accepts null anyway."""
     choices = [choice for choice in field.get("anyOf", ()) if choice != _NULL]
     if field.get("default", ...) is not None or any({"$ref", "properties"} & choice.keys() for choice in choices):
-        return field  # keep the choice with null, so that the form shows an optional section collapsed
+        return field  # keep null as a choice, so that the form shows an optional section collapsed
     del field["default"]
     if len(choices) == 1:
         del field["anyOf"]
@@ -121,7 +121,7 @@ def _list_schema(title: str, items: _Schema) -> _Schema:
 
 
 def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
-    """Return the schema of a saved block that a form selects from a list, without the block's fields."""
+    """Return the schema of a field in which the user selects a saved block; it has none of the block's own fields."""
     names = {name: {"type": "string"} for name in ("block_document_id", "block_document_slug")}
     reference = {"type": "object", "properties": names, "additionalProperties": False, "minProperties": 1}
     return {
@@ -135,7 +135,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target as text; with it, Prefect's API rejects a relative path before a run begins."""
+    """Return the schema of a target passed as text; Prefect's API rejects a relative path before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
@@ -153,7 +153,7 @@ def _warm_start_schema() -> _Schema:
 def _sync_schema() -> _Schema:
     target = {"anyOf": [_target_text_schema(), _NULL]}
     fields: dict[str, Any] = {
-        # `upload_dir` is only text, since the schema of a target block would import other packages' credential blocks.
+        # `upload_dir` is only text, since the schema of a target block needs the credential blocks of other packages.
         name: (Annotated[Any, WithJsonSchema(target)] if name == "upload_dir" else field.annotation, field)
         for name, field in SyncConfig.model_fields.items()
     }
@@ -164,7 +164,7 @@ def _sync_schema() -> _Schema:
         "type": "object",
         "properties": {name: {**field, "position": position} for position, (name, field) in enumerate(schemas.items())},
         "additionalProperties": False,
-        # Allow the fields that Prefect's client adds to a block; forms do not show patterns.
+        # Allow the fields that Prefect's client adds to a block; forms ignore `patternProperties`.
         "patternProperties": {"^(_block_|_is_anonymous|block_type_slug)": {}},
     }
     return {"anyOf": [options, _block_reference_schema(SyncConfig), _NULL]}
@@ -270,7 +270,7 @@ _R = TypeVar("_R")
 class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
-    Python clients may also pass a grouped parameter outside the group; this value then replaces the group's value.
+    Python clients may also pass a grouped parameter outside the group, and this value replaces the one in the group.
 
     Args:
         flow: the flow to run, with flat parameters.
@@ -319,7 +319,7 @@ class GroupedFlow(FlowWithServer[_P, _R]):
 
 
 def flatten_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a form's parameters without the group; a parameter outside the group replaces its value in the group.
+    """Return a form's parameters, ungrouped. For a parameter both inside and outside the group, the outer value counts.
 
     Raises:
         InvalidInput: the group is not a mapping.
@@ -338,7 +338,7 @@ def _make_entrypoint(flow: FlowWithServer[_P, _R], accepted: Signature, module: 
     def call_flow(**parameters: Any) -> _R:
         group: BaseModel | None = parameters.pop(ADVANCED_PARAMETER)
         if group is not None:
-            context = FlowRunContext.get()  # its flow run has only the parameters that were passed, without defaults
+            context = FlowRunContext.get()  # `flow_run.parameters` has only what was passed, without defaults
             passed = context.flow_run.parameters if context is not None and context.flow_run is not None else {}
             for name in sorted(group.model_fields_set):
                 if name not in passed:

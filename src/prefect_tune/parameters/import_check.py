@@ -35,7 +35,7 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 def require_importable(
     trainable: object, isolation: Literal["process", "thread"], log: Log, cadence: Cadence | None = None
 ) -> None:
-    """Require that the trials can import `trainable`, if `trainable` is a name; write nothing.
+    """Require that the trials can import `trainable`, if `trainable` is a name; nothing is written.
 
     A name is accepted without an import if the source of its package defines it as a function, or as a subclass of
     `pt.Trainable` with `step` and `save_checkpoint`. Any other name is imported in a temporary process.
@@ -92,7 +92,7 @@ def require_importable(
 
 
 def _is_trainable_definition(definition: ast.stmt, module: ast.Module) -> bool:
-    """Return whether the source proves that the definition is a trainable; if not, only an import can show it."""
+    """Return whether the source proves that the definition is a trainable; if False, it may still be one."""
     match definition:
         case ast.FunctionDef(decorator_list=[]):
             return _is_plain_function(definition, 1)
@@ -120,7 +120,7 @@ def _is_plain_function(definition: ast.FunctionDef, count: int) -> bool:
 
 
 def _iter_imported_trainables(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """For each trainable class of this package that a module imports, yield its name in the module and its own name."""
+    """For each of this package's trainable classes that a module imports, yield the local name and the real name."""
     for statement in module.body:
         match statement:
             case ast.Import(names=names):
@@ -195,7 +195,7 @@ class _DefinitionLookup:
     ) -> str:
         """Return why `body`, of a module or class, does not define the name at `path`; empty if it does.
 
-        Every statement that binds the name must define it, since it is unknown which statement runs last.
+        Every statement that binds the name must define it or import a definition, since any of them may run last.
         """
         name, *rest = path
         aliases = f"{spec.name} does not define {name!r}, but aliases another object"

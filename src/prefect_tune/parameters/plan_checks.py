@@ -1,4 +1,4 @@
-"""Check a plan, and the journal that it resumes, before anything is written; derive the specification of the trials.
+"""Check a plan, and the journal of an experiment to resume, before anything is written; make the trials' specification.
 
 A `require_` function raises; a `warn_of_` function logs a warning about settings that are probably not intended.
 """
@@ -62,8 +62,8 @@ def require_compatible_settings(state: Experiment, settings: Mapping[str, object
     """Require that the journal's earlier decisions stay valid with these settings.
 
     Raises:
-        InvalidInput: the experiment is a single training; or it has trials and another seed; or it has compared its
-            trials by another metric or mode.
+        InvalidInput: the experiment is a single training; or it has trials, and its seed differs; or it has compared
+            its trials by another metric or mode.
         ResumeFailed: the experiment is an incomplete fork, or is being deleted.
     """
     require_continuable(state)
@@ -91,7 +91,7 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
 
 
 def _may_have_used_metric(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if no report has it (perhaps a typo)."""
+    """Return whether a decision or proposal may have used the metric; False if no report has a metric of this name."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -109,7 +109,7 @@ def require_search(state: Experiment, uri: str) -> None:
 
 
 def _make_resume_hint(state: Experiment) -> str:
-    """Return the kind of an experiment that is not a search, and how to continue it."""
+    """Return the end of a message: the kind of an experiment that is not a search, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
@@ -166,7 +166,7 @@ def require_presence(
 ) -> Experiment | None:
     """Check, before anything is written, that the experiment exists or does not exist, as `resume` requires.
 
-    Returns `state`, or the state read from the journal; None if no state was needed.
+    Returns `state`; if `state` is None, the state that was read from the journal, or None if none was read.
 
     Raises:
         ResumeFailed: the experiment must exist, but does not exist or cannot be read. Nothing was started.
@@ -211,7 +211,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def with_journal_digest(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with the digest of the code that trained last; the first new step journals the new digest."""
+    """Return settings with the digest of the code that trained last; a new one is journaled at an attempt's start."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
@@ -267,9 +267,9 @@ def require_no_fewer_samples(num_samples: int | None, state: Experiment) -> None
 def with_added_samples(
     plan: SearchPlan, state: Experiment, call_path: Callable[[], str]
 ) -> tuple[SearchPlan, Mapping[str, int]]:
-    """Return `plan` with the new total of samples; and a mapping from the run's key to the number that this run adds.
+    """Return `plan` with the new total of samples, and a mapping from the run's key to the number that this run adds.
 
-    This run also proposes what earlier runs should have proposed but did not. A restarted run adds no samples again.
+    This run also proposes what earlier runs should have proposed but did not. A run that is started again adds none.
 
     Raises:
         InvalidInput: the experiment has no fixed number of samples.
@@ -285,7 +285,7 @@ def with_added_samples(
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan`, with the default number of samples if that number is not ten, so that the journal stores it.
+    """Return `plan`, with the default number of samples set if it applies and is not ten, so that it is journaled.
 
     A journal without a number of samples means ten, for any space. An experiment that was begun with ten keeps ten.
     """
@@ -325,7 +325,7 @@ def _count_earlier_samples(plan: SearchPlan, state: Experiment) -> int:
 
 
 def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
-    """Return the total number of samples of an experiment's settings; None if the settings do not determine it."""
+    """Return the total number of samples that stored settings require; None if the settings do not determine it."""
     if num_samples is not None:
         return num_samples
     return DEFAULT_NUM_SAMPLES if _uses_default_count(search) else getattr(parse_search(search), "num_samples", None)
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials this run does not retry, unless no other trial is left: then an error says this."""
+    """Log how many errored trials are not retried; not if the search has no other trials, since the run then fails."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -380,8 +380,8 @@ def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
 def warn_of_unusual_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
-    A limit of a minimized metric ends most trials at once. Some metrics are in each report only with Ray Tune: if such
-    a metric has a limit here, each trial fails whose trainable does not report the metric.
+    A limit on a minimized metric ends most trials at once. Some metrics are in each report only with Ray Tune; here, a
+    limit on such a metric makes a trial fail if its trainable does not report the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in collect_metric_limits(stopper).items():
@@ -503,7 +503,7 @@ class SearchLimits:
     end_reason: AnyReason | None = None
     """Why the run ends without training; None if it trains."""
     stays_finished: Callable[[Trial], bool] = lambda _: True
-    """Returns False if a finished trial does not meet the present stop criterion, so that it is requeued."""
+    """Returns whether a finished trial meets the present stop criterion; if False, the trial is requeued."""
 
 
 # The specification of a plan's trials.
@@ -512,7 +512,7 @@ class SearchLimits:
 def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:
     """Return the specification of a search's trials, with a placeholder for the trial's key.
 
-    Options with the same name in `SearchPlan` and `TrialSpec` are copied.
+    Options that have the same name in `SearchPlan` and `TrialSpec` are copied.
 
     Raises:
         InvalidInput: a concurrency limit does not exist, or the trainable cannot be sent to a process.

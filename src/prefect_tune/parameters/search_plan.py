@@ -98,7 +98,7 @@ class Flag:
     panel: Panel | None = Panel.SEARCH
     """The flag's panel in the help of `run`; None if `run` does not have the flag."""
     kind: Any = None
-    """The type of the values; None to derive the type: integers if `minimum` is set, else from the option's type."""
+    """The type of the values. None means integers if `minimum` is set, and otherwise the type of the option."""
     minimum: int | None = None
     flag: str = ""
     """Empty to derive the flag from the option's name, such as `--keep-best` from `keep_best`."""
@@ -232,7 +232,7 @@ def parse_space(space: object) -> dict[str, object]:
     """Return a space (a mapping or a dataclass) as a dict, with every domain in JSON form converted to a domain object.
 
     Raises:
-        InvalidInput: the space is invalid, or a function of a `sample_from` cannot be imported.
+        InvalidInput: the space is invalid, or the function that a `sample_from` names cannot be imported.
     """
     plain_space = cast("Mapping[str, Any]", convert_to_dicts(space))
     domains = space_from_json(plain_space, load=lambda name: cast("_Function", load_object(name, "sample_from")))
@@ -259,7 +259,7 @@ class SearchOptions(ValidatedParameters):
         Any,
         AfterValidator(validate_trainable),
         Option(_CHOICE, at_resume=True),
-        Flag("MODULE:NAME", "The trainable; required if the journal's name is not trusted.", None, resume_position=10),
+        Flag("MODULE:NAME", "The trainable; needed if its stored name is not trusted.", None, resume_position=10),
     ]
     target: Annotated[StorageTarget, PlainValidator(_resolve_target), Option()]
     space: Annotated[
@@ -404,7 +404,7 @@ class SearchOptions(ValidatedParameters):
     trials: Annotated[
         Literal["tasks", "deployment"],
         Option(_DATA),
-        Flag("WHERE", "tasks (default): in this flow run; deployment: in flow runs.", _WHERE),
+        Flag("WHERE", "tasks (default): in this flow run; deployment: in others.", _WHERE),
     ] = "tasks"
     trial_deployment: Annotated[str, Option(_CHOICE), Flag("NAME", "Deployment for --trials deployment.", _WHERE)] = (
         "train-trial/train-trial"
@@ -648,5 +648,5 @@ def plan_from_settings(
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # the stored total is another search's, or this run raises it
+        stored_values.pop("num_samples", None)  # the stored total is of another search, or this run raises it
     return SearchPlan(**{**stored_values, **run, **changed})

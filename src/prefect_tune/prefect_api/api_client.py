@@ -1,4 +1,4 @@
-"""Call Prefect's API with one-line errors, recognize temporary errors, and report an incompatible Prefect.
+"""Call Prefect's API with one-line errors, recognize temporary errors, and report an incompatible release.
 
 To ask upstream: an exception class for temporary errors, and another for a feature that a release lacks.
 """
@@ -22,7 +22,7 @@ _BUSY_STATUSES, _REFUSED_STATUSES = (408, 429), (401, 403)
 
 
 def is_temporary_error(error: BaseException | None) -> bool:
-    """Return whether the failed request may succeed later: the API is unreachable, restarting or too busy."""
+    """Return whether the failed request may succeed later, because the API is unreachable, restarting or too busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _BUSY_STATUSES or error.response.is_server_error
     return isinstance(error, httpx.TransportError)

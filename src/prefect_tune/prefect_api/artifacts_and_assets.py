@@ -64,7 +64,7 @@ def make_asset(key: str, name: str = "", description: str = "") -> Asset | None:
 
 
 def make_materialization_event(asset: Asset, sources: Iterable[Asset], metadata: Mapping[str, object]) -> PrefectEvent:
-    """Return the event that records new content of `asset`, made from `sources`."""
+    """Return the event that records that new content of `asset` was made from `sources`."""
     related = [*map(to_related_resource, sources), _CREATOR]
     return PrefectEvent("prefect.asset.materialization.succeeded", _make_asset_resource(asset), related, metadata)
 

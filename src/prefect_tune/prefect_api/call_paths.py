@@ -1,6 +1,6 @@
 """Separate a flow run's log and tags from its caller's, and give each call a key that stays the same in a retry.
 
-Experiment names, seeds and added samples are derived from the key if a call does not specify them.
+The key determines the default name and seed of an experiment, and prevents a retry from adding samples again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _runs_by_caller: defaultdict[str, list[UUID]] = defaultdict(list)
 _runs_by_key: dict[str, UUID] = {}
 """By key: the flow run of this process that has claimed the key."""
 _argument_digests: dict[UUID, str] = {}
-"""By task run: the digest of its arguments when it first called a flow; a retry may find them changed."""
+"""By task run: the digest of its arguments when it first called a flow; the task may change them before a retry."""
 _guard = threading.Lock()
 
 
@@ -84,8 +84,8 @@ def current_call_path(purpose: object = "") -> CallPath:
     """Return the path of this flow run's call: the id of the root run and, for each level, the flow and its call.
 
     A run that is started again keeps its id, but its subflow runs and task runs may be new runs. If a run calls the
-    search several times, each call has another key. Journals and experiment names contain these keys. A call that got
-    another key when its run is started again would add samples again, or train from step 0.
+    search several times, each call has another key. Journals and experiment names contain these keys. If the key of a
+    call changed when its run was started again, the call would add samples again, or train from step 0.
 
     Calls of the same caller are distinguished by their `purpose` and by the parameters of the subflows that lead to
     them, and only then by their order. Tasks run concurrently, so they are distinguished by name and arguments, and
@@ -110,14 +110,14 @@ def current_flow_run() -> FlowRun:
     """Return the flow run of this context; raise `RuntimeError` if there is none."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("a suspension or a default depends on the flow run: expected a flow run, found none")
+        raise RuntimeError("a suspension or a default name needs a flow run: expected a flow run, found none")
     return context.flow_run
 
 
 def _build_path(
     root: FlowRun, calls: Collection[tuple[FlowRun, TaskRun]], purpose: object, client: SyncPrefectClient | None
 ) -> CallPath:
-    """Return the path of the last call in `calls`, each a flow run and the task run that represents its call."""
+    """Return the path of the last of `calls`, each a pair of a flow run and the task run that represents its call."""
     path, task = CallPath(str(root.id), "", (f"{root.id}@{root.run_count}", None, 0)), _get_calling_task()
     parameters: list[Mapping[str, Any]] = []
     if task is not None and task.task_run.flow_run_id is None:
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call from a task. Numbers distinguish equal tasks of `execution`, and their equal calls."""
+    """Return the path of a call from a task. Equal tasks of `execution`, and equal calls of a task, are numbered."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _assign_call_number(task.id, f"{execution}/{prefix}-{action}")
@@ -202,7 +202,7 @@ def claim_call_key(key: str) -> None:
 
 
 def _differ_by_order(key: str, other: str) -> bool:
-    """Return whether two keys first differ in the number of a call, from the same caller to the same flow."""
+    """Return whether the first difference of two keys is a call's number, after the same caller and the same flow."""
     levels = zip(key.split("/"), other.split("/"), strict=False)
     first, second = next(((first, second) for first, second in levels if first != second), ("", ":"))
     return first.partition(":")[0] == second.partition(":")[0]

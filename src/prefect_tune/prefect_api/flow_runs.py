@@ -42,8 +42,8 @@ def make_failed_result(error: Exception, returns: type[_R]) -> _R:
     Prefect raises `error` in the caller of the flow, or returns the state if the caller requested the state. The state
     has the message of the error. If the flow raised the error itself, Prefect would log a traceback.
 
-    If the flow has retries, this function raises `error`, because Prefect 3.8 retries a flow only after an exception. A
-    run that returned its failure would stay scheduled.
+    If the flow has retries, this function raises `error`, because Prefect 3.8 retries a flow only after an exception.
+    If such a flow returned its failure, its run would stay scheduled.
     """
     del returns
     context = FlowRunContext.get()
@@ -167,14 +167,14 @@ def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[An
     form.save(keyset, run_id)
     current = client.read_flow_run(run_id).state
     if current is None or not (current.is_running() or current.is_paused()):
-        raise Abort(f"The flow run is now {current.name if current else 'deleted'}; this process does not change it.")
+        raise Abort(f"The flow run is now {current.name if current else 'deleted'}, so its state is not set.")
     state.state_details.pause_timeout = state.state_details.pause_timeout or current.state_details.pause_timeout
     client.set_flow_run_state(run_id, state, force=True)
 
 
 # *Cancel* of a flow run, detected by the run itself, since its worker may have been killed, and a script has no worker.
 #
-# A live worker sends SIGTERM within seconds. In both cases the trials save, and the run ends as Cancelled.
+# A live worker sends SIGTERM within seconds. With and without a worker, the trials save, and the run ends as Cancelled.
 #
 # To ask upstream: that a run observes its own cancellation, like its suspension.
 
@@ -226,7 +226,7 @@ def _read_run_and_caller_ids(client: SyncPrefectClient) -> Sequence[UUID]:
 
 
 def raise_cancellation() -> NoReturn:
-    """Raise `TerminationSignal`, like a worker's *Cancel*; the flow runs of this process then end as Cancelled."""
+    """Raise `TerminationSignal`, as if a worker had cancelled the run; this process's flow runs end as Cancelled."""
     if control_listener.get_intent() is None:
         control_listener._set_intent("cancel")  # noqa: SLF001 - like the listener when the worker cancels
         os.environ[_CANCELLATION_HOOKS_VARIABLE] = "true"  # normally set by the worker, which may have exited
@@ -241,9 +241,9 @@ def clear_cancellation() -> bool:
     return is_cancelled
 
 
-# Keep a run alive when the reader of its log has exited, such as a killed worker that held the pipe of its output.
+# Keep a run alive when the reader of its log has exited, such as a killed worker that read the log from a pipe.
 #
-# Rich exits the process or thread that prints to a broken pipe; Prefect's console handler does not prevent this. The
+# Rich ends the process or thread that prints to a broken pipe; Prefect's console handler does not prevent this. The
 # log still reaches Prefect's API and all other handlers.
 #
 # To ask upstream: that `PrefectConsoleHandler` treats a broken pipe like any other error of a handler.
@@ -251,7 +251,7 @@ def clear_cancellation() -> bool:
 
 def ignore_broken_log_pipe() -> None:
     """Drop console log lines of this process after their reader has exited. May be called at any time."""
-    from prefect_tune.terminal.live_display import find_console_handlers  # imported late: flows import this module
+    from prefect_tune.terminal.live_display import find_console_handlers  # imported late, as flows import this module
 
     for handler in find_console_handlers():
         console = getattr(handler, "console", None)

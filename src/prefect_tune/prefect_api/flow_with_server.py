@@ -119,7 +119,7 @@ class FlowWithServer(Flow[_P, _R]):
             raise again from None
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with other options, as Prefect does; the copy is also a `FlowWithServer`.
+        """Return a copy with other options, as in Prefect, but the copy is a `FlowWithServer`, too.
 
         To ask upstream: that `Flow.with_options` returns an object of the same class, not a plain `Flow`.
         """
@@ -148,7 +148,7 @@ def showing_search_output(flow: str) -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", output(flow))
 
 
-# The deferred interrupts of a flow call in this context; None in a deployment's run, whose state Prefect itself sets.
+# The deferred interrupts of this context's flow call; None in a deployment's run, whose state Prefect itself sets.
 _deferred_interrupts: ContextVar[list[KeyboardInterrupt] | None] = ContextVar("_deferred_interrupts", default=None)
 
 
@@ -194,7 +194,7 @@ def _try_defer_interrupt(interrupt: KeyboardInterrupt) -> bool:
 
 def _wrap_interruptible(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap the function of a flow so that Ctrl-C ends the run as Interrupted; Prefect would treat it as a crash."""
-    # Evaluate the annotations, since Prefect does not. Omit the return type: its import takes longer than the flow's.
+    # Evaluate the annotations, since Prefect does not. Omit the return type, which is slower to import than the flow.
     function.__annotations__.pop("return", None)
     function.__annotations__ = get_type_hints(function, include_extras=True)
 
@@ -278,7 +278,7 @@ def _start_own_server(resources: ExitStack) -> None:
     atexit.register(server.terminate)
     is_healthy = False
     try:
-        _set_api_url(server.url)  # this and the imports take as long as the server's start; early requests wait
+        _set_api_url(server.url)  # like the imports, done while the server starts; requests wait until it is ready
         resources.enter_context(_disabling_heartbeats())
         for name in _MODULES_TO_PRELOAD:
             with suppress(ImportError):  # raised again by the code that needs the module
@@ -364,7 +364,7 @@ def _skip_heartbeat_joins() -> None:
 
 LIGHT_SERVER_SETTINGS: Mapping[str, str] = {
     # Defaults of the server; the user's settings override them.
-    # Record the states of task runs in batches, not in one transaction each. Batches delay the UI by 1 s at most.
+    # Record the states of task runs in batches, not each in its own transaction. Batches delay the UI by 1 s at most.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -406,7 +406,7 @@ _OTHER_LIBRARY_NAMES: Mapping[str, str] = {
 
 
 def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check and return the arguments of a call, by name, except arguments that contain futures or block references.
+    """Check the arguments of a call, except those that contain futures or block references; return the checked ones.
 
     Raises:
         InvalidInput: an argument is unknown, missing, or of a wrong type.

@@ -32,9 +32,9 @@ from prefect.exceptions import TerminationSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
-"""How often the stored number is read and the handler reinstalled; only the last signal of an interval counts."""
+"""The interval at which the stored number is read and the handler reinstalled; only its last signal counts."""
 _STATE_TIMEOUT_SECONDS = 1.0
-"""The time for the flow and task runs that called a search to set their states before SIGTERM ends the process."""
+"""The delay before SIGTERM ends the process, so that the runs that called a search can set their states."""
 
 # CPython's own functions that get and set a handler in any thread; `signal.signal` works only in the main thread.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call, such as a search, that ends on a signal; in the main thread, also on a signal held for other threads."""
+    """A call, such as a search, that ends on a signal. In the main thread, signals held for others end it, too."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -98,7 +98,7 @@ class _ActiveCall:
 
 
 class _SignalHolder:
-    """Tracks the calls of this process, by thread, and holds signals back until the calls have ended."""
+    """Tracks this process's calls, by thread, and holds signals back until the calls outside the main thread end."""
 
     def __init__(self) -> None:
         self._holdable_signals = [_HoldableSignal(number) for number in _SIGNALS]
@@ -253,7 +253,7 @@ def saving_on_signals() -> Iterator[None]:
 
 
 def raise_held_signal() -> None:
-    """Raise the next signal held back for this thread, if any, as Python and Prefect raise it in the main thread.
+    """Raise the next signal held back for this thread, if any, as the exception that it raises in the main thread.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.

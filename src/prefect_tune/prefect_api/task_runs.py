@@ -60,7 +60,7 @@ def mark_task_runs_crashed(
         owner_run: the id of the flow run, from a journal; if it is not a UUID, no state is set.
         is_lost: returns whether a task run that has not ended is lost.
         successor: the name of the new owner, for the message of the new states.
-        has_owner_exited: whether the process of the flow run is known to have ended; if not, the server is queried.
+        has_owner_exited: whether the process of the flow run is known to have ended; if False, the server is queried.
     """
     with (
         suppress(PrefectException, httpx.HTTPError, OSError, RuntimeError, ValueError),
@@ -81,7 +81,7 @@ def mark_task_runs_crashed(
 
 
 def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[TaskRun]:
-    """Return all task runs that have not ended, page by page: by default, the server returns at most 200 at a time."""
+    """Return all task runs that have not ended; read them in pages, since a server returns at most 200 by default."""
     flow_run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
     live = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_LIVE_STATE_TYPES)))
     runs: list[TaskRun] = []
@@ -146,8 +146,8 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 def quieting_inner_tasks() -> Iterator[None]:
     """Hide Prefect's log lines about the ends of attempts, and, inside the `with` block, of successful tasks.
 
-    Of Prefect's messages about items that it could not send, such as events while the server is down, one a minute is
-    logged, without the item. At the log level DEBUG, nothing is hidden.
+    While the server is down, Prefect logs a message for each item, such as an event, that it cannot send. Of these, one
+    a minute is logged, without the item. At the log level DEBUG, nothing is hidden.
     """
     logging.getLogger(_SERVICES_LOGGER).addFilter(_filter_unsent_record)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_filter_task_end_record)
@@ -156,7 +156,7 @@ def quieting_inner_tasks() -> Iterator[None]:
 
 
 def _filter_task_end_record(record: logging.LogRecord) -> bool:
-    """Return whether to log the record; not if it only reports a task's end that `quieting_inner_tasks` hides."""
+    """Return whether to log the record; False if it is a message about a task's end that is to be hidden."""
     if record.module != _ENGINE_MODULE or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     message, is_attempt = str(record.msg), getattr(record, "task_name", "") == TRIAL_TASK_NAME
@@ -169,7 +169,7 @@ _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _filter_unsent_record(record: logging.LogRecord) -> bool:
-    """Leave out the event in Prefect's message that it was not sent. Return False, except for one message a minute."""
+    """Return whether to log the record. Of the messages about unsent items, log one a minute, without the item."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
@@ -189,7 +189,7 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
 # To ask upstream: that such a task run begins with Running; or that the server stores states in batches by default, as
 # `PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE` allows.
 
-# Private to Prefect; None if missing. The public `Task.create_local_run` is asynchronous, and opens a client.
+# Private to Prefect; None if Prefect lacks it. The public `Task.create_local_run` is asynchronous, and opens a client.
 _create_task_run = getattr(task_engine, "_create_task_run_locally", None)
 
 
@@ -230,7 +230,7 @@ def _run_task(
 
 
 def current_max_workers() -> int | None:
-    """Return `max_workers` of this flow's task runner; None if it is unlimited or has no thread pool."""
+    """Return `max_workers` of this flow's task runner; None if the runner has no limit or is no thread pool."""
     runner = context.task_runner if (context := FlowRunContext.get()) is not None else None
     count = getattr(runner, "_max_workers", None) if isinstance(runner, ThreadPoolTaskRunner) else None
     return count if isinstance(count, int) and count < sys.maxsize else None
@@ -251,9 +251,9 @@ _slot_wait_stop: ContextVar[threading.Event | None] = ContextVar("prefect_tune_s
 def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> AbstractContextManager[None]:
     """Return a context that waits for a slot of each of `limits`, and holds the slots.
 
-    The wait continues while the API is unreachable or a limit is 0, and ends when `stop` is set. If a lease cannot be
-    renewed later, the `with` block continues. If a slot cannot be released at the end, the slot becomes free a minute
-    later.
+    The wait continues while the API is unreachable or a limit is 0, and ends when `stop` is set. If the lease of a slot
+    cannot be renewed, the `with` block continues. If a slot cannot be released at the end, the slot becomes free after
+    a minute.
     """
     lease_seconds = _LEASE_DURATION.total_seconds()
     options: dict[str, Any] = {"lease_duration": lease_seconds, "raise_on_lease_renewal_failure": False}
@@ -261,7 +261,7 @@ def holding_concurrency_limits(limits: Sequence[str], stop: threading.Event) -> 
 
 
 def ending_slot_waits(stop: threading.Event) -> AbstractContextManager[None]:
-    """Return a context in which `stop` ends the waits of tasks for the slots of their tags."""
+    """Return a context in which tasks stop waiting for the slots of their tags when `stop` is set."""
     return setting_context_variable(_slot_wait_stop, stop)
 
 
@@ -298,7 +298,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Return the context that waits for the slots of a task's tags; in flows of other packages, it is Prefect's own."""
+    """Return the context that waits for the slots of a task's tags; in other packages' flows, return Prefect's own."""
     context, stop = FlowRunContext.get(), _slot_wait_stop.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)

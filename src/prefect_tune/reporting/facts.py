@@ -57,9 +57,9 @@ class Totals:
     """What an experiment did and cost."""
 
     trained_seconds: float | None
-    """The training time of all trials; None if that of a trial was not measured."""
+    """The training time of all trials; None if the time of any trial was not measured."""
     useful_seconds: float | None
-    """The seconds of *training* in `slots`, without lost time; `trained_seconds` if no attempt held a slot."""
+    """The seconds of *training* in `slots`, which exclude lost time; `trained_seconds` if no attempt held a slot."""
     lost_seconds: float
     """The seconds of *lost* in `slots`: the training time of lost attempts after their last commits."""
     attempts: int
@@ -139,7 +139,7 @@ class ReportInput:
 
     @cached_property
     def owner_by_trial(self) -> Mapping[str, Owner | None]:
-        """The owner that ran the last attempt, by trial."""
+        """The owner that ran the last attempt of each trial."""
         return {attempt.trial: attempt.owner for attempt in self.snapshot.attempts}
 
     def get_run_url(self, trial: Trial) -> str | None:
@@ -154,7 +154,7 @@ class ReportInput:
 
     @cached_property
     def runs(self) -> Sequence[tuple[OwnershipPeriod, int]]:
-        """Each owner's period, and its number of attempts. While a trial runs, the last period ends at `now`."""
+        """The owners' periods, each with its number of attempts. While a trial runs, the last period ends at `now`."""
         periods = list(self.snapshot.ownerships)
         begins = [period.began_at for period in periods]
         counts = Counter(bisect_right(begins, attempt.began_at) - 1 for attempt in self.snapshot.attempts)
@@ -208,7 +208,7 @@ class ReportInput:
         return {name: loss if mode == "min" else -loss for name, mode, loss in rows}
 
     def has_log_scale(self, parameter: str) -> bool | None:
-        """Return whether a parameter is sampled on a log scale; None unless its domain is a range of numbers."""
+        """Return whether a parameter is sampled on a log scale; None if its domain is not a range of numbers."""
         domain = self.domains.get(parameter)
         return domain.scale == "log" if isinstance(domain, Float | Integer) else None
 
@@ -267,7 +267,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: half are the first ones, the best; the other half is spread over the rest."""
+    """Return at most `max_count` trials: half are the first, and so the best; the others are spread over the rest."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]

@@ -59,7 +59,7 @@ from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, for
 # The page. The limits on rows, charts and texts keep the page below about 300 KB for any number of trials.
 
 _GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
-"""Statuses without a count of their own in the headline, which counts such trials as done."""
+"""The statuses that have no count of their own in the headline, since such trials are counted as done."""
 _MAX_PARAMETER_COLUMNS = 5
 _BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
@@ -136,7 +136,7 @@ def _format_headline(report: ReportInput) -> str:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have proposed more trials
-    # The journal does not say how many trials will follow; without an expected number, count only the proposed ones.
+    # The journal does not say how many trials will follow, so without an expected number, count the proposed trials.
     kind = "trials" if report.expected_trial_count else "proposed trials"
     parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
     counts = count_by_status(report.experiment).items()
@@ -258,7 +258,7 @@ def _measure_column(column: Column) -> int:
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
-    """Yield a table. Except for the first column, a column with only one value becomes a note above the table."""
+    """Yield a table; a column with the same value in all of several rows becomes a note above it, except the first."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:
@@ -307,7 +307,7 @@ def _make_cost_section(report: ReportInput) -> Iterator[PageElement]:
 
 
 def make_cost_rows(totals: Totals) -> Mapping[str, str]:
-    """Return table rows about what was trained, lost, stored and sent."""
+    """Return the rows of a table that shows what was trained, lost, stored and sent."""
     counts = {"killed or lost": totals.attempts_lost, "failed": totals.attempts_failed}
     failures = "".join(f", {count:,} {end}" for end, count in counts.items() if count)
     attempts, trained = f"{pluralize(totals.attempts, 'attempt', 'attempts')}{failures}", totals.useful_seconds

@@ -1,8 +1,8 @@
 """Draw the charts of a report as SVG: learning curves, parallel coordinates, and the timeline.
 
-No plotting library is used. Matplotlib would need 1.2 CPU s for its import and 80 MiB of memory, and 0.3 s and 84 kB
+No plotting library is used. Matplotlib would need 1.2 s of CPU time and 80 MiB for its import, and 0.3 s and 84 kB
 per chart. This module takes milliseconds per chart, and its charts are ten times smaller. An `<img>` with a chart does
-not know the theme of its page, so charts have no background, and colors that are readable on dark and light pages.
+not know the theme of its page, so charts have no background, and their colors are readable on dark and light pages.
 """
 
 from __future__ import annotations
@@ -156,13 +156,13 @@ ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 _MIN_LOG_RATIO = 50.0
 """By default, a scale may be logarithmic only if its largest number is at least this multiple of the smallest."""
 _OUTLIER_FACTOR = 8.0
-"""A number is drawn at the edge if its distance to the middle 90 % is larger than this multiple of their range."""
+"""A number is drawn at the edge if its distance to the middle 90 % of numbers exceeds this multiple of their range."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps the numbers from `low` to `high` to positions from `begin` to `end`; other numbers to the nearer end."""
+    """Maps the numbers from `low` to `high` to positions from `begin` to `end`, and other numbers to the nearer end."""
 
     low: float
     high: float
@@ -282,7 +282,7 @@ _UNRANKED_PEN = Pen(GREY, 1.2, 0.8)
 
 
 def draw_learning_curves(report: ReportInput) -> str | None:
-    """Draw a panel per objective metric, and a small panel per other metric; return None without any reports."""
+    """Draw a panel per objective metric, and a small panel per other metric; return None if there are no curves."""
     drawn = {name for curves in report.snapshot.curves.values() for name in curves}
     metrics = [name for name in report.snapshot.metrics if name in drawn]
     others = [name for name in report.snapshot.other_metrics if name in drawn]
@@ -369,7 +369,7 @@ class Axis:
 
 
 def draw_parallel_coordinates(report: ReportInput) -> str | None:
-    """Draw each ranked trial as a line through its parameters and metrics; None with fewer than two trials or axes."""
+    """Draw each ranked trial as a line through its parameters and metrics; None for fewer than two trials or axes."""
     if report.objective is None or len(report.ranking) < 2:
         return None
     area = PlotArea(70, 44, WIDTH - 70, 280)
@@ -416,7 +416,7 @@ def make_axes(report: ReportInput, area: PlotArea) -> Sequence[Axis]:
 
 
 def _make_axis(name: str, values: Mapping[str, object], area: PlotArea, *, is_log: bool | None = None) -> Axis | None:
-    """Return the axis of a parameter or metric; None if it has no values, or more than 12 different texts."""
+    """Return the axis of a parameter or metric; None if it has no values, or more than 12 different texts as values."""
     present = [value for value in values.values() if value is not None]
     numbers = select_numeric_metrics({str(index): value for index, value in enumerate(present)})
     if present and len(numbers) == len(present) and len(set(present)) > 3:
@@ -544,7 +544,7 @@ def _make_time_axis(periods: Sequence[tuple[datetime, datetime]]) -> _TimeAxis:
 
 
 def _make_lanes(bars: Sequence[_AttemptBar]) -> Sequence[tuple[str, Sequence[_AttemptBar]]]:
-    """Return a lane per trial; for many trials, a lane per slot, in which trials follow one another."""
+    """Return one lane per trial or, if there are many trials, one lane per slot, in which trials follow one another."""
     bars_by_trial: dict[str, list[_AttemptBar]] = {}
     for bar in bars:
         bars_by_trial.setdefault(bar[0].trial, []).append(bar)
@@ -572,7 +572,7 @@ def _draw_attempts(
             drawing.text((_LEFT - 8, y + row / 2 + 2), name[-13:], f'font-size="10" {ANCHOR_END}')
         for attempt, left, right in bars:
             trial = trials[attempt.trial]
-            # Draw an ended trial's last attempt with the trial's status, because a paused trial can be pruned later.
+            # Draw an ended trial's last attempt with the trial's status, since the trial can be pruned after it paused.
             is_last = attempt.attempt == trial.attempt and trial.phase in ENDED_PHASES
             has_ended_well = attempt.status in (Status.COMPLETED, Status.PAUSED)
             status = trial.status if is_last and has_ended_well else attempt.status

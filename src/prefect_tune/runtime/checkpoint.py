@@ -37,14 +37,14 @@ _DISPLAY_TIMEOUT = timedelta(seconds=10)
 class _AttributeAdviceMeta(type):
     """Makes an unknown attribute of the class raise the same error as an unknown attribute of an instance."""
 
-    if not TYPE_CHECKING:  # else a type checker would accept every name
+    if not TYPE_CHECKING:  # a type checker that sees this method accepts every name
 
         def __getattr__(cls, name: str) -> NoReturn:
             raise _attribute_error(name)
 
 
 class Checkpoint(metaclass=_AttributeAdviceMeta):
-    """A directory of files: on this machine, on a target, or in any other bucket.
+    """A directory of files: on this machine, on a target, or at any other URI.
 
     If prefect-tune committed the checkpoint, every byte is verified when it is read. A plain directory (Ray's,
     Lightning's, your own) is read without verification. A copy contains the metadata, if any is set, in the file
@@ -100,7 +100,7 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
 
     @property
     def path(self) -> str:
-        """The path on `filesystem`, without a scheme; it starts with the bucket."""
+        """The path on `filesystem`, without a scheme; in an object storage, it starts with the bucket."""
         return self._location.path
 
     @property
@@ -117,8 +117,8 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
         """Copy the files to a local directory and return its path. The caller owns the directory; nothing removes it.
 
         Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
-        other processes share that directory until a file in it is changed. If several processes request one directory,
-        one downloads it and the others wait. A directory appears complete or not at all, and is reused if it exists.
+        other processes share that directory until a file in it is changed. If several processes request the
+        same directory, only one downloads it. A directory appears complete or not at all, and is reused if it exists.
 
         ```python
         directory = checkpoint.to_directory("copy-of-model")
@@ -150,11 +150,11 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
 
     @contextmanager
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
-        """For a `with` block, yield a local directory that contains the files; do not write to this directory.
+        """Yield, for a `with` block, a local directory with the files. The block must not write to the directory.
 
         A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
-        machine. All processes and threads share the copy, which is removed when the last of them leaves the block. The
-        copy of a killed process is removed after the next use of the checkpoint, or after a week without use.
+        machine. All processes and threads share the copy, which is removed when the last of them leaves the block. A
+        copy that killed processes left is removed after the next use of the checkpoint, or after a week without use.
 
         ```python
         with checkpoint.as_directory() as directory:
@@ -276,7 +276,7 @@ _HINTS: Mapping[str, tuple[str, str]] = {
 
 
 def _attribute_error(name: str) -> AttributeError:
-    """Return the error for an unknown attribute. If an older Ray API had the attribute, show the replacement."""
+    """Return the error for an unknown attribute. For attributes of older Ray APIs, the error names the replacement."""
     if name not in _HINTS:
         return AttributeError(f"'Checkpoint' has no attribute {name!r}", name=name)
     reason, example = _HINTS[name]

@@ -6,7 +6,7 @@ socket, sends its number, receives a start message, as the trial's process does,
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
 
-Only the same user can connect, because the socket is in a folder of mode 0700. Two processes cannot join as one rank.
+Only the trial's user can connect, since the socket is in a folder of mode 0700. Two processes cannot join as one rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from prefect_tune.runtime.trial_errors import failure_message, was_raised_by_sig
 
 _EXIT_PRIORITY = 10
 _rank_sessions: dict[int, TrialSession] = {}
-"""The session of this process, by its process id. A forked child has another id, and so finds no session."""
+"""The key is the id of the session's process. A forked child has another id, and so finds no session."""
 ON_JOIN_ENV = "PREFECT_TUNE_ON_JOIN"
-"""The environment variable with a `package.module:function` that a launched rank calls when it joins, for drills."""
+"""The environment variable in which a drill names a `package.module:function` that launched ranks call on joining."""
 
 
 class StopRank(StopTraining, SystemExit):
@@ -75,7 +75,7 @@ def join_as_rank(caller: str) -> TrialSession | None:
         _rank_sessions[os.getpid()] = process_session
         return process_session
     if rank.rank == 0 and os.environ.get(RANK_0_ENV):
-        return None  # started by rank 0, but not as a rank
+        return None  # a process that rank 0 has started, not a rank
     if not 0 <= rank.rank < rank.world_size:
         raise InvalidInput(f"{caller}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, caller)
@@ -84,7 +84,7 @@ def join_as_rank(caller: str) -> TrialSession | None:
     session = make_session(connection, start, cast("Stopper", load_object(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session
-    os.environ[RANK_SOCKET_ENV] = ""  # so that child processes do not join; a forked child can still read the info
+    os.environ[RANK_SOCKET_ENV] = ""  # so that no child process joins; `pt.get_trial` still works in a forked child
     activate_session(session, whole_process=True)
     if find_ancestor_trial() is not None:  # send the end, else the supervisor assumes that this rank was killed
         session.stop_exception_type = StopRank

@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`. A repeated call does nothing, so that changes by modules are kept."""
+    """Put `import_path` first in `sys.path`; do so only once, since modules may change `sys.path` afterwards."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -65,7 +65,7 @@ def load_object(name: str, parameter: str = "trainable") -> object:
     try:
         result: object = importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        if os.getpid() != process:  # let a process that the module has forked exit
+        if os.getpid() != process:  # this is a process that the module has forked: let it exit
             raise
         reason = describe_import_error(error)
         raise InvalidInput(f"{parameter} {name!r}: module {module!r} cannot be imported: {reason}") from error
@@ -119,7 +119,7 @@ def find_import_name(obj: object) -> str | None:
 
 
 def _is_reimportable(module: str) -> bool:
-    """Return whether an import without `sys.modules` would find the same file."""
+    """Return whether a new process would find `module` in the file from which this process imported it."""
     package = module.rpartition(".")[0]
     if package and not (hasattr(sys.modules.get(package), "__path__") and _is_reimportable(package)):
         return False
@@ -143,7 +143,7 @@ def load_trainable(name: str) -> object:
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _find_script_globals(trainable) | names):
         main = ModuleType("__main__")
-        # Keep the original `__spec__`, because `multiprocessing` runs the module that it names in new processes.
+        # Keep the original `__spec__`, because a new process of `multiprocessing` runs the module that it names.
         main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
         sys.modules["__main__"] = main
     return trainable
@@ -184,7 +184,7 @@ def load_definitions_for_spawn() -> dict[str, object]:
     If the file cannot be read, write the reason to stderr and return an empty dict, since the process may need none.
     """
     if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
-        return {}  # the trainable is in a module
+        return {}  # no definitions are needed, or they could not be written
     try:
         trainable, names = _unpickle(Path(file).read_text(encoding="ascii"), f"{_TRAINABLE_FILE_ENV}={file}")
         return _find_script_globals(require_trainable(trainable, file)) | names
@@ -342,7 +342,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if obj is sys.modules["__main__"]:
             raise pickle.PicklingError("each process has its own __main__")
         own = {name for base in kind.__mro__[:-1] for name in vars(base)} if kind.__module__ == "__main__" else set()
-        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # which may return only a name
+        reduces_itself = not own.isdisjoint(("__reduce__", "__reduce_ex__"))  # such a method may return only a name
         if kind in self.dispatch_table or issubclass(kind, type) or not reduces_itself:
             return super().reducer_override(obj)
         if isinstance(reduced := obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), str) and not _is_importable(obj):
@@ -429,7 +429,7 @@ def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:
     def format_parts(*parts: object) -> str:
         return f"({','.join(_format_canonical(part, (*parents, value)) for part in parts)})"
 
-    if any(value is parent for parent in parents):  # for example, a method's cell refers to the method's class
+    if any(value is parent for parent in parents):  # a cycle, for example of a class and a method that calls `super()`
         return ""
     match value:
         case None | Number() | bytes():

@@ -74,7 +74,7 @@ class MessageReader(Generic[_Message]):
         return message
 
     def _count_missing_bytes(self) -> int:
-        """Return the number of bytes that the header lacks, or that the message lacks if the header is complete."""
+        """Return how many bytes are missing: of the header, or of the message if the header is complete."""
         start = _SHORT_LENGTH.size
         if (missing := start - len(self._received)) > 0:
             return missing

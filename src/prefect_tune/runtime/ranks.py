@@ -24,10 +24,10 @@ _LAUNCHERS: Final = (
 )
 """The variables with which a launcher tells a process its rank, the number of ranks, and its rank on this machine."""
 RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
-"""The environment variable by which the trial's own process, if it is rank 0, tells its children that they are not."""
+"""The environment variable by which the trial's own process, as rank 0, tells its children that they are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable from which a copy of a trial's program restores `sys.argv[0]` of the user's script."""
-# Removed in a trial. MPI's local rank stays set: a worker that mpirun has started may choose its GPU by this number.
+# Removed in a trial. MPI's local rank stays set: a program that mpirun has started may choose its GPU by this number.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -53,7 +53,7 @@ def is_trial_program() -> bool:
 
 
 def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) -> None:
-    """Mark this process in its environment as the trial's own; from now on, it starts copies of itself only as ranks.
+    """Mark this process in `os.environ` as the trial's own; from now on, it can start copies of itself only as ranks.
 
     Inherited rank variables are removed, since they belong to another training. Before this process starts a copy,
     `become_rank_0` is called with the number of ranks; from then on, this process is rank 0.
@@ -132,12 +132,12 @@ def _read_rank_count(environment: Mapping[Any, Any]) -> int:
 
 def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        command, environment = arguments[1], arguments[-1]  # of executable, command, ..., environment
+        command, environment = arguments[1], arguments[-1]  # the arguments are executable, command, ..., environment
         if not isinstance(command, list | tuple) or not is_trial_program():
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search passes other arguments, so compare them
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # the arguments differ in the program of an inner search
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:

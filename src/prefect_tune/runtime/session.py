@@ -156,7 +156,7 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""The time in which the trainable must return after `StopTraining` was raised in a thread other than its own."""
+"""The time that the trainable has to return after `StopTraining` was raised in a thread other than the trainable's."""
 
 
 class TrialSession:
@@ -308,7 +308,7 @@ class TrialSession:
                 self._send_rank_command()
 
     def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
-        """Report the metrics that the function returned, if any, as the last step; return this rank's end."""
+        """Report the metrics that the function returned, if any, as the last step; return the rank's last message."""
         self._require_own_process("the end of the trainable")
         with self._report_lock:
             if self._stop_error is None:

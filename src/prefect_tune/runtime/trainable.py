@@ -69,7 +69,7 @@ class Trainable:
         return False
 
     def cleanup(self) -> None:
-        """Release the resources of `setup`. Called at a regular end of the trial, not if its process is killed.
+        """Release the resources of `setup`. This is called at a regular end of the trial, not if its process is killed.
 
         If `cleanup` raises after the trial finished and the last checkpoint was committed, the error is only logged.
         """
@@ -159,7 +159,7 @@ def require_trainable_class(kind: type) -> type[Trainable]:
 
 
 def require_save_checkpoint(kind: type, cadence: Cadence) -> None:
-    """Raise InvalidInput if `cadence` saves but `kind`, a trainable class, does not override `save_checkpoint`.
+    """Raise InvalidInput if `cadence` requires saves but the class `kind` does not override `save_checkpoint`.
 
     Otherwise the first save would raise, after some training.
     """
@@ -204,7 +204,7 @@ class TrialInfo:
         return self._session.poll_stop_request()
 
     def new_checkpoint_dir(self) -> Path:
-        """Make an empty directory for one checkpoint; after `pt.report` it belongs to prefect-tune.
+        """Make an empty directory for one checkpoint. After `pt.report`, the directory belongs to prefect-tune.
 
         `pt.report` does not copy this directory. With `commit="async"`, it copies other directories before it returns.
         """
@@ -248,7 +248,7 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 
     Threads of the trainable may report too: each report is one step, and the reports are handled one after another.
     When the trial ends, each thread receives `StopTraining` at its next report. The trainable must return within 20
-    seconds after one of its threads has received `StopTraining`. A thread that runs on cannot report to a later trial.
+    seconds after one of its threads has received `StopTraining`. A thread left running cannot report to a later trial.
     Other processes must return their results to the trial's own process, since only that process can report.
 
     Raises:

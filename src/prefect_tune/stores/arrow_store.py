@@ -38,7 +38,7 @@ _PERMANENT_ERRORS = (PermissionError, ValueError, TypeError, NotImplementedError
 
 
 def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreUnavailable:
-    """Return the store error for `error` of a file system's client; `operation` names the operation and its path.
+    """Convert `error`, from a file system's client, to a store error; `operation` names the operation and its path.
 
     An unknown error counts as transient. If that is wrong, only a bounded number of retries is wasted; a transient
     error that counted as permanent would end the work.
@@ -62,7 +62,7 @@ class ArrowStore(ParallelStore):
 
     `create` checks that no object exists, writes the object, and reads it back. Another process could write in between,
     so only one process may write. On a file system that is not an object storage, an object is first written to a
-    hidden name and then moved, so that a failed write leaves no partial object. A check of the size ends each write.
+    hidden name and then moved, so that a failed write leaves no partial object. The size is checked after each write.
 
     A missing root is an error. With `create_root`, only a missing bucket is an error; a missing folder counts as empty,
     and the first write creates it. The deadline is checked between calls; only a `SubprocessStore` ends a hung call.
@@ -77,7 +77,7 @@ class ArrowStore(ParallelStore):
         self._is_object_storage = filesystem.type_name in _OBJECT_STORAGE_TYPES
         self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_removed_stale_files = False
-        # Needed for `rm_file`: pyarrow would call `rm`, which reads "?" and "*" as patterns, and trusts old listings.
+        # For `rm_file`, since pyarrow would call `rm`, which reads "?" and "*" as patterns and relies on old listings.
         self._fsspec = getattr(getattr(filesystem, "handler", None), "fs", None)
 
     @property
@@ -85,7 +85,7 @@ class ArrowStore(ParallelStore):
         return False
 
     def create(self, path: str, data: Buffer) -> None:
-        """Atomic only while no other process writes."""
+        """The creation is atomic only while no other process writes."""
         lock_name = f"{self._filesystem.type_name} {self._full_path(path)}"
         operation = f"create of {path!r}"
         with named_lock(lock_name, operation, self._deadline):
@@ -277,7 +277,7 @@ class ArrowStore(ParallelStore):
         with self._converting_errors(operation):
             hidden_path = self._make_temporary_path()
             size_bytes = self._write_object(hidden_path, pieces)
-            if not self._has_removed_stale_files:  # once, remove what killed writers left a day ago or earlier
+            if not self._has_removed_stale_files:  # remove, once per store, what killed writers left over a day ago
                 self._has_removed_stale_files = True
                 now = self._filesystem.get_file_info(hidden_path).mtime  # the time by the target's own clock
                 for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):

@@ -83,7 +83,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
     @cached_property
     def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
-        """The manifest and the content of the metadata file, as in a local copy; None if there is no such file."""
+        """The manifest, and the content of the metadata file, or None if a local copy would have no such file."""
         with self._target_folder.open(timeout=_TIMEOUT) as store:
             manifest = self._target_folder.read_manifest(store)
             if manifest is None:

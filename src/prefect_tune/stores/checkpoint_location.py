@@ -43,7 +43,7 @@ class StoreOpener(Protocol):
 
 
 def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> CheckpointLocation:
-    """Return the location of `path`: a path on `filesystem`, or else a local path or a URI. Makes no request.
+    """Return the location of `path`: with `filesystem`, a path on it; without, a local path or a URI. Makes no request.
 
     Raises:
         InvalidInput: `path` is not valid, or has a scheme although `filesystem` is given.
@@ -88,7 +88,7 @@ def _locate_on_target(location: Location) -> TargetFolder:
 def _split_root(path: str) -> tuple[str, str]:
     """Split `path` into a target's root and a folder. In a checkpoint's path, the folder starts at the experiment.
 
-    In another path, it is the last name, so that a missing directory and a missing root raise different errors.
+    In any other path, the folder is the last name, so that a missing folder and a missing root raise different errors.
     """
     if match := _CHECKPOINT_PATH.fullmatch(path):
         return match["root"] or "", match["folder"]

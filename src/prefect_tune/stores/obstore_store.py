@@ -3,10 +3,10 @@
 The store makes obstore's blocking calls in the caller's threads. Compared with obstore's asyncio calls, a write needs
 the same CPU time, and a read needs a quarter less, because the thread that receives a reply also frees the reply's
 memory, which is then reused. A blocking call cannot be interrupted; only the client's timeout ends the call. So the
-store has clients with different timeouts; a request uses the one with the longest timeout that the deadline allows.
+store has clients with different timeouts; a request uses the client with the longest timeout that the deadline allows.
 
-Large ranges are read with the same clients. In a measurement with obstore 0.12.1, a separate reader (signed URLs,
-reused buffers) took twice the time. Of 2.0 CPU seconds per GiB, that reader saved 0.25 without TLS, and none with TLS.
+Large ranges are read with these clients, too. In a measurement with obstore 0.12.1, a reader of our own (signed URLs,
+reused buffers) took twice as long, but saved 0.25 of 2.0 CPU seconds per GiB without TLS, and nothing with TLS.
 
 The clients' own retries are off, because they ignore the deadline, and hide that the outcome of a create is unknown.
 This module retries instead.
@@ -163,7 +163,7 @@ ERROR_CODES: Mapping[str, ErrorCode] = MappingProxyType({row.code: row for row i
 # The client's exceptions have no fields for status and kind, so both are parsed from the text of an exception.
 _STATUS = re.compile(r"\bstatus: (\d{3})\b|DeleteFailed \{[^}]*\bcode: \"(\d{3})\"")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
-# The alternatives, in order: XML of S3, Google and Azure; an entry of a batch delete; JSON of Google; JSON of OAuth.
+# A code can be in XML of S3, Google and Azure, in an entry of a batch delete, in JSON of Google, or in JSON of OAuth.
 _CODE = re.compile(
     r"<Code>([\w.]+)</Code>|DeleteFailed \{[^}]*\bcode: \"([A-Za-z]\w+)\"|\"reason\": ?\"(\w+)\"|\"error\": ?\"(\w+)\""
 )
@@ -236,7 +236,7 @@ class RequestFailure:
 
     @property
     def reports_existing_object(self) -> bool:
-        """Whether a create failed because the object exists, which a 409 without a documented code also means."""
+        """Whether a create failed because the object exists; a 409 without a documented code means this, too."""
         return self.meaning is ErrorMeaning.EXISTS or (self.status == 409 and self._error_code is None)
 
     @property
@@ -288,8 +288,8 @@ class ObstoreStore(ParallelStore):
     """An open `ObjectStore` on a bucket, or on a prefix in a bucket.
 
     `connect(timeout)` makes a client whose requests end within `timeout`, see `make_client`. Clients are reused. The
-    time limit of a request is `request_timeout`, or a quarter of this if it transfers at most 1 MiB. So a lost request
-    is retried before the deadline, up to seven times, with growing pauses. Each method ends by the deadline.
+    time limit of a request is `request_timeout`, or a quarter of this if the request transfers at most 1 MiB. So a lost
+    request is retried before the deadline, up to seven times, with growing pauses. Each method ends by the deadline.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class ObstoreStore(ParallelStore):
         checked = validate_path(path)
         limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
-        def check_remaining_time() -> None:  # require time for three requests: send a part, join the parts, remove them
+        def check_remaining_time() -> None:  # require time to send a part, to join all parts, and to remove them
             if self._deadline.remaining_seconds < 3 * limit_seconds:
                 raise self._deadline.exceeded_error(f"write {path}")
 
@@ -391,7 +391,7 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # raises an error with a code, which the reply to HEAD lacks
+                    _list_page(client, count=1)  # a reply to HEAD has no code; this raises an error with one
                 raise
 
         try:
@@ -415,7 +415,7 @@ class ObstoreStore(ParallelStore):
             batch = checked[start : start + _PAGE_SIZE]
             try:
                 self._delete_batch(batch)
-            except ObjectNotFound:  # without batch requests, obstore stops at the first missing object
+            except ObjectNotFound:  # obstore without batch requests stops at a missing object, so delete one by one
                 for path in batch:
                     with suppress(ObjectNotFound):  # deleted already
                         self._delete_batch([path])
@@ -475,7 +475,7 @@ def _list_page(client: Client, *, folder: str = "", after: str = "", count: int 
 
 
 class _ClientsByTimeout:
-    """Clients with decreasing timeouts, each 20 % shorter than the previous timeout; created on first use."""
+    """Clients with different timeouts, each 20 % shorter than the next longer one. Clients are created on first use."""
 
     def __init__(self, connect: Callable[[timedelta], Client], max_seconds: float) -> None:
         self._connect = connect

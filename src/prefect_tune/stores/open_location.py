@@ -83,7 +83,7 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process: calls do not hang, or the files are in this process."""
+"""Kinds of pyarrow file systems that need no child process, since calls do not hang or files are in this process."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -202,7 +202,7 @@ def _parse_other_uri(uri: str, scheme: str) -> Location:
 
 @contextmanager
 def open_location(location: Location, *, timeout: timedelta) -> Iterator[ObjectStore]:
-    """Open the store with the root `location`. All operations of the store together must end within `timeout`.
+    """Open the store whose root is `location`. All operations of the store together must end within `timeout`.
 
     Raises:
         InvalidInput: the client does not accept these settings, or is not installed.
@@ -252,7 +252,7 @@ def _make_arrow_store(factory: Callable[[], FileSystem], root: str, deadline: De
 
 
 def open_fsspec_store(scheme: str, root: str, options: Mapping[str, Any]) -> ObjectStore:
-    """Return `open_fsspec(…)`, imported here, so that only the child process that calls this loads the client."""
+    """Return `open_fsspec(…)`. The import is in this function, so that only the child process loads the client."""
     from prefect_tune.stores.arrow_store import open_fsspec
 
     return open_fsspec(scheme, root, options)
@@ -367,9 +367,9 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
 
 
 def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
-    """Return the region, and the credentials of an AWS profile unless the environment names other credentials.
+    """Return the region; if the environment names no other credentials, return those of an AWS profile, too.
 
-    The region is the environment's, else the profile's. The client itself finds credentials that are not in a profile.
+    The environment's region precedes the profile's. The client itself finds credentials that are not in a profile.
 
     Args:
         environment: must be `os.environ` or equal to it, since boto3 itself reads `os.environ` to find the profile.
@@ -390,7 +390,7 @@ def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = Fal
 
     try:
         session = boto3.Session()
-        keys = make_key_provider(session) if session.get_credentials() else None  # a profile may set only a region
+        keys = make_key_provider(session) if session.get_credentials() else None  # some profiles set only a region
         return S3Access(keys, region or session.region_name)
     except BotoCoreError as error:
         raise StoreRefused(f"the AWS profile of this machine cannot be used: {error}") from error

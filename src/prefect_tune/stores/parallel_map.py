@@ -1,4 +1,4 @@
-"""A `map` that makes several calls at once, in threads; the `ObjectStore.map` of stores whose calls wait for I/O."""
+"""A `map` that makes several calls at once, in threads. Stores whose calls wait for I/O use it as `ObjectStore.map`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _is_worker: ContextVar[bool] = ContextVar("prefect_tune_is_transfer_worker", def
 def parallel_map(function: Callable[[_In], _Out], items: Iterable[_In], *, workers: int = 8) -> Iterator[_Out]:
     """Call `function` with each item, up to `workers` calls at once; yield the results in the order of the items.
 
-    At most `2 * workers` calls are submitted until the caller takes a result. The first error cancels all calls that
-    have not begun, and is raised when the running calls have ended. A `parallel_map` within a call makes its own calls
-    one after the other, so that nested maps do not multiply the threads.
+    The first `2 * workers` calls are submitted at once, and another one after each result that the caller takes. The
+    first error cancels all calls that have not begun, and is raised when the running calls have ended. A `parallel_map`
+    within a call makes its own calls one after the other, so that nested maps do not multiply the threads.
     """
     remaining = iter(items)
     first = list(islice(remaining, 2 * workers))

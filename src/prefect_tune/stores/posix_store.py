@@ -2,10 +2,10 @@
 
 A writer writes and syncs a hidden file, and then hard-links the file to the object's name. So a write is atomic among
 the writers on all machines that mount the directory, and after a power cut an object is complete or absent. The hidden
-name is removed once the object's name is synced. A reader that finds both names of a file syncs the folder itself.
+name is removed once the object's name is synced. If a file still has both names, a reader syncs the object's folder.
 
 A store never follows a symbolic link below the root, never puts a name into a folder before the folder's own name is
-synced, and never replaces a file by a create.
+synced, and never replaces a file in a `create`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def posix_store_error(error: OSError, operation: str) -> StoreRefused | StoreUna
 
 _NO_FOLDER_SYNC_ERRNOS = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync() does not flush the drive's cache
+_FULL_FSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: flushes the drive's cache, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _to_file_status(status: os.stat_result) -> FileStatus:
 _MAX_TEMPFILE_AGE = timedelta(days=1)
 _MAX_WRITE_BYTES = 16 << 20  # the limit for one system call, since the deadline is checked between calls
 _MAX_READ_BYTES = 64 << 20
-_MAX_PUBLISHES = 100  # how often to try to publish a file while deletes prune the file's folder
+_MAX_PUBLISHES = 100  # the maximum number of tries to publish a file while deletes prune the file's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class PosixStore(ParallelStore):
                             self._deadline.check(f"delete of {name!r}")
                             with suppress(FileNotFoundError, IsADirectoryError):
                                 self._calls.unlink(name, fd)
-                        self._calls.fsync_folder(fd)  # else a manifest could reappear without blobs after a power cut
+                        self._calls.fsync_folder(fd)  # else, a power cut could bring back a manifest without its blobs
                 self._prune_empty_folders(root, folder)
 
     # Names and folders.
@@ -499,7 +499,7 @@ class PosixStore(ParallelStore):
         except OSError as error:
             if error.errno in _NO_LINK_ERRNOS:
                 raise
-            try:  # the link may exist although the call failed: NFS can lose a reply
+            try:  # the link may exist although the call failed, since NFS can lose a reply
                 existing = self._stat_or_none(folder, name)
             except OSError as stat_error:
                 raise CommitUnknown(f"{name!r} in {self.root}: {error}, and then {stat_error}") from error
@@ -567,7 +567,7 @@ class PosixStore(ParallelStore):
                 try:
                     if fd is not None:
                         self._calls.rmdir(name, fd)
-                except OSError:  # the folder is not empty or cannot be removed; an empty one does no harm
+                except OSError:  # the folder is not empty or cannot be removed; an empty folder does no harm
                     return
             folder = parent
 
@@ -583,7 +583,7 @@ class PosixStore(ParallelStore):
             with suppress(OSError):  # another writer removed the file first, or another user owns it
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.link_count > 1:  # published, perhaps not synced; no reader would sync a single link
+                    if status.link_count > 1:  # published, perhaps unsynced; readers sync only files with two links
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 

@@ -206,7 +206,7 @@ class _ChildProcess:
             self._deadline.check(operation)
             message = f"{operation}: its child process died ({exit_text}); the operation may have been done"
             raise StoreUnavailable(message) from error
-        except BaseException:  # e.g. from a signal: end the child, so that the next call does not get this reply
+        except BaseException:  # e.g. from a signal: kill the child, or the next call would get this call's reply
             self.kill()
             raise
         finally:
@@ -220,12 +220,12 @@ class _ChildProcess:
     def kill(self) -> str:
         """Kill the process and its process group; return its exit code as text.
 
-        The connection stays open, so that a thread in `call` cannot read from another file with the same descriptor.
+        The connection stays open, since its descriptor could be reused for another file while a thread reads from it.
         """
         with self._guard:
             if self.is_alive:
                 self.is_alive = False
-                with suppress(ProcessLookupError, PermissionError):  # it has exited (PermissionError on macOS)
+                with suppress(ProcessLookupError, PermissionError):  # the child has exited (PermissionError on macOS)
                     os.killpg(self._process.pid, signal.SIGKILL)
         # Wait with a timeout, since a process in an uninterruptible system call ends only when that call returns.
         with suppress(subprocess.TimeoutExpired):

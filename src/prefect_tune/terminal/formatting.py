@@ -34,11 +34,11 @@ from prefect_tune.core.values import flatten, get_metric, parse_time
 # Tables, and output to stdout.
 
 UNLIMITED_WIDTH = 100_000
-"""The width of a pipe or a file, so that all columns and complete cells are written."""
+"""The width for output to a pipe or a file, so that all columns and complete cells are written."""
 
 
 def get_output_width() -> int:
-    """Return `COLUMNS` if it is set, else the width of stdout's terminal, else `UNLIMITED_WIDTH`."""
+    """Return `COLUMNS` if it is set, else the width of stdout's terminal, or `UNLIMITED_WIDTH` without a terminal."""
     has_width = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return Console().width if has_width else UNLIMITED_WIDTH
 
@@ -311,7 +311,7 @@ _RESOURCES = ("processors", "peak memory", "GPU", "ranks that ended otherwise")
 
 
 def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
-    """Return the resources that an attempt used, by column; "-" for the processors without two samples."""
+    """Return the resources that an attempt used, by column; "-" for the processors if they were measured only once."""
     use, resources = attempt.usage, dict[str, str]()
     if use is not None and use.peak_memory_bytes is not None:
         busy_count = None
@@ -330,7 +330,7 @@ def _format_resources(attempt: AttemptCost) -> Mapping[str, str]:
 
 
 def format_rank_ends(ends: Sequence[RankEnd]) -> str:
-    """Describe the ranks that ended differently from most ranks: `rank 1: ended by SIGKILL, the cause`."""
+    """Describe the ranks that ended differently from most ranks, like `rank 1: ended by SIGKILL, the cause`."""
     parts = []
     for end in ends:
         more = len(end.ranks) - _MAX_NAMED_RANKS

@@ -87,7 +87,7 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see. Live tables and notebooks hide lines without it."""
+"""The `extra` of a log line below WARNING that users must see. Live tables and notebooks hide other such lines."""
 
 
 class QuietFilter(logging.Filter):
@@ -100,9 +100,9 @@ class QuietFilter(logging.Filter):
 
 @contextmanager
 def capturing_output(capture: OutputCapture, terminal: Sequence[TextIO]) -> Iterator[None]:
-    """Redirect `print` and the logging handlers that write to these streams into `capture`.
+    """Send to `capture` what `print` and logging handlers would write to a stream in `terminal`.
 
-    Prefect's handlers, which have their own Rich console, get a `QuietFilter` too, because they log every task run.
+    Prefect's handlers, which have their own Rich console, also get a `QuietFilter`, because they log every task run.
     """
     with ExitStack() as restores:
         for name in ("stdout", "stderr"):
@@ -160,10 +160,10 @@ def _is_terminal(stream: TextIO | None) -> TypeGuard[TextIO]:
 
 @contextmanager
 def live_display(draw: DrawTable, on_error: ErrorHandler, terminal: TextIO) -> Iterator[None]:
-    """Show a live table during the `with` block, then remove it; only one table is shown at a time.
+    """Show a live table during the `with` block, then remove it; if another table is shown already, show none.
 
-    A thread calls `draw` with the number of columns and lines. `on_error` receives errors of `draw` or the terminal;
-    such an error ends the table, but not the block.
+    A thread calls `draw` with the terminal's numbers of columns and lines. `on_error` receives errors of `draw` or the
+    terminal; such an error ends the table, but not the block.
     """
     if not _display_lock.acquire(blocking=False):
         yield
@@ -206,7 +206,7 @@ class LiveDisplay(threading.Thread):
         self._stop_requested = threading.Event()
 
     def stop(self) -> None:
-        """Remove the table and end the thread; do not wait for a terminal that does not respond."""
+        """Remove the table and end the thread; wait at most 2 s for a terminal that does not respond."""
         self._stop_requested.set()
         self.join(_END_TIMEOUT.total_seconds())
 
@@ -233,7 +233,7 @@ class LiveDisplay(threading.Thread):
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich would use the size of stdin, stdout or stderr. Raises `OSError` if the terminal has hung up.
+                # Rich would use the size of another stream, e.g. stdin. Raises `OSError` if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

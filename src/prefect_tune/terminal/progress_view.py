@@ -87,7 +87,7 @@ class ProgressState:
     counts: Mapping[Status, int]
     reports_per_second: float = 0.0
     time_left: timedelta | None = None
-    """An estimate from the remaining steps and this run's rate, at most the remaining time budget; None if unknown."""
+    """Estimated from the remaining steps and this run's rate; at most the remaining time budget. None if unknown."""
     rungs: Mapping[int, int] = field(default_factory=dict)
     """The number of trials about which the scheduler has decided, by step."""
     running: Sequence[Trial] = ()
@@ -96,7 +96,7 @@ class ProgressState:
     """The trials that are not running and can be compared, the best first."""
     best: Trial | None = None
     notes: Sequence[Note] = ()
-    """The last events, oldest first."""
+    """The last log lines about trials, oldest first."""
     stop_reason: str = ""
     """Why the search ends early; empty if the search does not end early."""
     incomparable_count: int = 0
@@ -114,7 +114,7 @@ class ProgressReader:
     def __init__(
         self, read: Callable[[], SearchSnapshot], extent: SearchExtent, notes: Sequence[Note], now: float
     ) -> None:
-        """Args: notes: the last lines of the log, oldest first. The caller can change this sequence later."""
+        """Args: notes: the last lines of the log, oldest first. Each `read_state` reads this sequence again."""
         self._read = read
         self._extent = extent
         self._notes = notes
@@ -174,7 +174,7 @@ class ProgressReader:
             steps = estimate_remaining_steps(trials, self._extent)
             seconds = None if steps is None else elapsed.total_seconds() * steps / trained_steps
             left = budget if seconds is None else timedelta(seconds=seconds)
-        except OverflowError:  # so many steps that only the budget can end the search
+        except OverflowError:  # so many steps are left that only the budget can end the search
             return budget
         return left if left is None or budget is None else min(left, budget)
 
@@ -310,7 +310,7 @@ def find_metric_names(trials: Sequence[Trial]) -> Sequence[str]:
 _MAX_ROWS = 16
 _MAX_NOTES = 5
 _MAX_RUNGS = 8
-_HEADER_LINE_COUNT = 8  # all lines except trials and events
+_HEADER_LINE_COUNT = 8  # all lines except those of trials and notes
 _STATUS_STYLES = {
     Status.RUNNING: "green",
     Status.ERRORED: "red",
@@ -423,7 +423,7 @@ def _collect_training_facts(state: ProgressState) -> Mapping[str, str]:
 
 
 def _format_rate(state: ProgressState) -> str:
-    """Return the rate of steps, or of the reports of all trials; empty before the first report."""
+    """Return the rate of a training's steps, or of a search's reports; empty before the first report."""
     unit = "steps/s" if state.extent.is_training else "reports/s"
     return f"{format_amount(state.reports_per_second)} {unit}" if state.reports_per_second else ""
 

@@ -1,12 +1,12 @@
 """Audit an experiment: derive each proposal and decision of its journal again, and report the first difference.
 
-Before the audit applies an event, it derives the event that the search had to write in that state, with the functions
-of a running search. Afterwards it records the event in a `SearchPolicy`, as a running search does. So the audit's
-policy gets all results in the order in which the search got them, and is in the same state at each event.
+Before the audit applies an event to the state, it derives from this state the event that the search had to write, with
+the functions of a running search. Afterwards it records the event in a `SearchPolicy`, as a running search does. So the
+audit's policy gets all results in the order in which the search got them, and is in the same state at each event.
 At each new owner, the audit creates a new policy and replays the journal to the policy, as that owner did.
 
     state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
-A policy gets no event that the search wrote later, and the audit imports no code that only the journal names.
+When the audit derives an event, the policy has no later event. The audit does not import the code that a journal names.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class AuditReport:
     entry_count: int
     """The number of entries read: all entries, or the entries up to the difference."""
     derived: Mapping[str, int]
-    """The number of proposals and decisions that the audit has derived with the same result, by event type."""
+    """The number of proposals and decisions for which the audit derived what the journal holds, by event type."""
     not_derived: Mapping[str, int]
     """The number of decisions that cannot be derived, by reason."""
     observed: Mapping[str, int]
@@ -121,8 +121,8 @@ def audit(
 ) -> AuditReport:
     """Derive each proposal and decision of an experiment again from its journal, and compare them with the journal.
 
-    The audit only reads, one object after the other. It imports no code merely because the journal names it. It derives
-    decisions of a component that the journal does not hold, such as your own search, only if you pass that component.
+    The audit writes nothing, and reads one object after the other. It does not import the code that the journal names.
+    It derives decisions of a component that the journal does not hold, such as your own search, only if you pass it.
 
     ```python
     report = pt.audit("digits", target="runs")
@@ -247,7 +247,7 @@ class _AuditPlan:
 
 
 def _make_audit_plan(target: StorageTarget, state: Experiment, passed: Mapping[str, object]) -> _AuditPlan:
-    """Return the plan of the owner of `state`; import no code that only the journal names.
+    """Return the plan of the owner of `state`; do not import the code that the journal names.
 
     A value in `passed` is used only if the audit cannot restore that parameter from the journal alone.
 
@@ -297,9 +297,9 @@ def _unknown_parameter_reason(name: str, settings: Mapping[str, Any]) -> str | N
         try:
             parse_scheduler(stored)
         except UnsafePayload:
-            return "the journal names code in it"
+            return "it names code, which an audit does not import"
         return None
-    return "the journal names code in it" if find_code_choices({name: stored}) else None
+    return "it names code, which an audit does not import" if find_code_choices({name: stored}) else None
 
 
 # The events.
@@ -310,7 +310,7 @@ _NON_DECISION_EVENTS = (
 
 
 class _Auditor:
-    """Derives each event again, from the policy and the trials' last reports, which it updates after each event."""
+    """Derives each event again, from the policy and the trials' last reports; both are updated with each event."""
 
     def __init__(self, target: StorageTarget, passed: Mapping[str, object]) -> None:
         self._target = target
@@ -435,7 +435,7 @@ class _Auditor:
         return is_ours and "scheduler" not in plan.unknown
 
     def _expect_report(self, policy: SearchPolicy, trial: Trial, event: StepReported, plan: _AuditPlan) -> _Derived:
-        """Return what the search had to write instead, such as a decision; None if the report needs no correction."""
+        """Return what the search had to write instead of this report, such as a decision; None if the report fits."""
         step = event.report.step
         last, self._reports[trial.id] = self._reports.get(trial.id), event.report
         milestone, decided_report = self._decisions.get(trial.id, (step, None))
@@ -495,7 +495,7 @@ _NOT_RECORDED = "a clock, a missing metric or the user's choice ended the search
 
 
 def _are_equivalent(event: Event, other: Event) -> bool:
-    """Return whether two events have the same JSON, except for a reason that is a text of the user's code."""
+    """Return whether two events have the same JSON; a reason that is a text, from the user's code, is not compared."""
     return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 
 
@@ -508,7 +508,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 
 
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
-    """Return the clone that the trial's exploit requires: of the source or, if that has no checkpoint, of the trial.
+    """Return the clone that the exploit requires: of the source's checkpoint or, if there is none, of the trial's own.
 
     Return None if a user restarted the trial from one of its own checkpoints, with an unchanged configuration.
     """

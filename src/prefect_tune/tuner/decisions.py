@@ -62,12 +62,12 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: losses since the newest commit, its sequence
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: losses since a commit; that commit's sequence
         self._undecidable_trials: dict[str, Reason] = {}  # by trial: why the scheduler cannot decide
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
         """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
-        self._import_failure = ""  # the first failed import before any training; every trial would fail
+        self._import_failure = ""  # the first import that failed before any training; all trials would fail
 
     def require_loaded_trainable(self) -> None:
         """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.
@@ -100,7 +100,7 @@ class FailureHandler:
         self.retry_or_give_up(trial.id, cause)
 
     def retry_or_give_up(self, trial_id: str, cause: Cause) -> None:
-        """Retry a trial from its newest good checkpoint within its retry budgets; otherwise give it up."""
+        """Retry a trial from its newest good checkpoint, or give it up if the failure policy allows no retry."""
         trial = self._pending_entry.state.trial(trial_id)
         match decide_after_failure(trial, cause, self._limits.plan.failure_policy):
             case RetryTrial() | EndRun():
@@ -228,7 +228,7 @@ class DecisionHandler:
         return decision
 
     def _make_answer(self, trial_id: str, decision: Decision) -> ContinueTraining | StopTrial:
-        """Return the answer for a decision; if a trial would pause but can continue at once, journal its resume."""
+        """Return the answer for a decision. If the schedule ends a pause at once, journal the resume, and continue."""
         match decision:
             case Continue():
                 return self._make_continue_answer(trial_id)

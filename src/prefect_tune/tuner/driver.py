@@ -101,7 +101,7 @@ class Driver:
        trial is finished, given up, or added to `_ready_queue`. Trials that the scheduler paused wait for the scheduler.
     2. `_take_next_trial` takes the trial from the queue once a slot is free. Only now does it end a lost attempt in the
        journal, and make a missed decision. If the decision ends or pauses the trial, the trial does not start.
-    3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts it.
+    3. `_start_attempt` journals what the next attempt needs; after the write, the executor starts the attempt.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Driver:
         self._decision_handler = DecisionHandler(
             policy, executor, entry, self._failure_handler, saves_at_end=spec.cadence.at_end
         )
-        self._previous_attempt_numbers: dict[str, int] = {}  # by running trial: the number of the attempt before
-        self._reattached_trials: set[str] = set()  # trials that an attempt of an earlier owner continued in this run
-        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot start by run's clock, monotonic clock
+        self._previous_attempt_numbers: dict[str, int] = {}  # by running trial: number of its previous attempt
+        self._reattached_trials: set[str] = set()  # the trials whose attempt was launched by an earlier owner
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot's start on run clock, monotonic clock
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
@@ -247,7 +247,7 @@ class Driver:
                 added = TrialAdded(trial=trial_id, config=config, fingerprint=fingerprint, proposed_by_search=by_search)
                 self._add_event(added)
                 return trial_id
-            case Wait():  # a trial whose start is not sent yet counts too: its end may let the search propose
+            case Wait():  # a trial whose start is not sent yet is busy, too: its end may let the search propose
                 is_busy = len(self._executor) or self._pending_entry.has_unfinished_work
                 return None if is_busy else self._resume_without_new_trials()
             case Exhausted(reason=reason):
@@ -282,7 +282,7 @@ class Driver:
             self._resend_answers(trial_id)
 
     def _send_attempt_request(self, trial_id: str, milestone: int | None) -> None:
-        """Ask the executor to start an attempt, or to reattach to one; the trial's state is journaled."""
+        """Ask the executor to start an attempt, or to reattach to one; the journal already has the trial's state."""
         trial, reader = self._experiment.trial(trial_id), self._report_reader
         request = AttemptRequest(
             owner_term=self._experiment.term,
@@ -294,7 +294,7 @@ class Driver:
         self._executor.start_attempt(replace(self._spec, trial=self._experiment.trial_key(trial_id)), request)
 
     def _clone_for_exploit(self, trial: Trial) -> None:
-        """Clone the exploited trial's newest checkpoint that leaves a step to train, or if it has none, one of `trial`.
+        """Clone the newest checkpoint that leaves a step to train: the exploited trial's or, if it has none, `trial`'s.
 
         The new configuration trains at least one step, so that all metrics shown with it are its own.
         """
@@ -315,7 +315,7 @@ class Driver:
         if trial_id in self._experiment.pending_stops:
             self._stop_handler.send_stop(trial_id)
         if not trial.step:
-            return  # the trial has not reported, so it waits for no answer; step 0 is the key of unsolicited answers
+            return  # the trial has not reported, so it waits for no answer; at step 0, an answer would be unsolicited
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(trial_id, last_report(trial))
@@ -376,7 +376,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        The written state decides, because a commit retires nothing if a non-owner's quarantine precedes its entry.
+        Decide by the written state: a commit retires nothing if a non-owner's quarantine is journaled just before it.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
@@ -396,7 +396,7 @@ class Driver:
         return with_store(self._target, close, _IO_TIMEOUT)
 
     def _close_outbox(self, trial_id: str) -> None:
-        """Close the trial's outbox, if it is open, on the target; journal its remaining posts and that it is closed."""
+        """If the trial's outbox is open, close it on the target, and journal its remaining posts and its closing."""
         trial = self._experiment.trial(trial_id)
         if trial.outbox is None:
             return
@@ -408,7 +408,7 @@ class Driver:
         if self._experiment.trial(trial_id).outbox is not None:  # the attempt has not posted its end
             self._add_event(OutboxClosed(trial=trial_id))
         trial = self._experiment.trial(trial_id)
-        if closed.damage and trial.phase is Phase.PENDING:  # the damaged post was its start
+        if closed.damage and trial.phase is Phase.PENDING:  # the damaged post was the attempt's start
             self._add_event(make_attempt_started(trial))
 
     def _awaits_first_post(self, trial_id: str) -> bool:
@@ -464,7 +464,7 @@ class Driver:
             self._resume_unless_scheduler_paused(trial)
         if trial_id in self._reattached_trials:
             self._reattached_trials.remove(trial_id)
-            self._pending_entry.write(may_defer=False)  # `stays_finished` reads reports in the journal
+            self._pending_entry.write(may_defer=False)  # so that `stays_finished` reads all reports
             trial = self._experiment.trial(trial_id)
             if trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
                 self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
@@ -482,12 +482,12 @@ class Driver:
         errored_or_stopped = errored | self._experiment.pending_stops.keys()
         # Read posts before requeuing, since a trial whose end was not read yet may have to be extended too.
         self._add_unread_posts(list(self._find_trials_to_recover().values()))
-        self._pending_entry.write(may_defer=False)  # `stays_finished` reads reports in the journal
+        self._pending_entry.write(may_defer=False)  # so that `stays_finished` reads all posted reports
         self._requeue_ended_trials()
         for trial_id in self._find_trials_to_recover():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored_or_stopped:
                 self._recover_trial(trial_id)
-        # A reattachment forces this write, which adds the attempt to the executor, so that a stop can be sent to it.
+        # A reattachment forces this write, after which the executor has the attempt, and can send a stop to it.
         self._pending_entry.write(may_defer=True)
 
     def _add_unread_posts(self, trials: Sequence[Trial]) -> None:
@@ -522,13 +522,13 @@ class Driver:
         """Return the pending and running trials, the trials to stop, and the paused trials that resume at once."""
         phases, resumes = (Phase.PENDING, Phase.RUNNING), self._policy.resumes_without_scheduler
         trials = self._experiment.trials.values()
-        stops = self._experiment.pending_stops  # may hold a paused trial that its owner did not live to stop
+        stops = self._experiment.pending_stops  # may hold a paused trial that an earlier owner had no time to stop
         return {trial.id: trial for trial in trials if trial.phase in phases or resumes(trial) or trial.id in stops}
 
     def _recover_trial(self, trial_id: str) -> None:
-        """Prepare a trial for its next attempt.
+        """Prepare a trial for its next attempt. The first case that applies decides.
 
-        - Its attempt runs on another machine, and outlived its search: reattach to it, even if no slot is free.
+        - Its attempt runs on another machine, and outlived the search: reattach to it, even if no slot is free.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
         - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
         - The trial is to be stopped, perhaps while it is paused: finish it.

@@ -101,7 +101,7 @@ class PendingEntry:
         self._background_worker = background_worker
         self.state = journal_writer.experiment
         self._unwritten: list[Event] = []
-        # The event count and stamp of a write that failed. It is repeated unchanged, since it may have succeeded.
+        # Event count and stamp of a write that raised an error. The write may have succeeded, so repeat it unchanged.
         self._retried_write: tuple[int, WriteStamp] | None = None
         self._forcing_actions: list[Callable[[], None]] = []
         self._delayed_actions: list[Callable[[], None]] = []
@@ -130,7 +130,7 @@ class PendingEntry:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             state_before, self.state = self.state, state
-            # Write such a change soon, since the requester polls the journal for the acknowledgement and for the end.
+            # Write a stop's events soon, since the requester polls the journal for the acknowledgement and the end.
             self._has_stop_change |= (
                 state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
             )

@@ -192,9 +192,9 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 
 
 def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
-    """Run a search within a flow run. `experiment` is the experiment's state, if already read. Raises like `tune`.
+    """Run a search within a flow run. Raises like `tune`. `experiment` is None if the caller has not read its state.
 
-    The flow must return what this function returns: if every trial errored, a Failed state with `SearchFailed`.
+    The flow must return the returned value: the results or, if every trial errored, a Failed state with `SearchFailed`.
     """
     if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has already warned
         warn_of_unusual_mode(plan, get_run_logger())
@@ -304,7 +304,7 @@ def _make_code_change_events(plan: SearchPlan, state: Experiment, log: Log) -> S
     """If the trainable has changed, log the change, and return the event that journals the digest of the new code."""
     warn_of_code_change(state, plan, NEW_CODE_TRAINS, log)
     if not plan.source_digest or with_journal_digest(state, plan.settings) == plan.settings:
-        return ()  # unchanged or unknown, so the journal keeps the digest of the code that trained last
+        return ()  # the code is unchanged or unknown, so the journal keeps the digest of the code that trained last
     return [ExperimentConfigured(settings=sign_settings(plan.target, state, plan.settings))]
 
 
@@ -416,7 +416,7 @@ _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
 def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to warm-start from, without duplicates, each as a name on this target or `target/name`.
+    """Return the experiments to warm-start from, without duplicates: each as `name`, on this target, or `target/name`.
 
     Raises:
         InvalidInput: an element of `warm_start` has another form.
@@ -437,10 +437,10 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the experiments `names`, which may still run; skip those that `experiment` has read.
+    """Read the finished trials of the experiments `names`, which may still run; skip sources that `experiment` has.
 
     `loaded` is the state of `experiment` that the caller has read; if it is None, the state is read here. The
-    sources in this state are not read again, even if the journal has changed since.
+    sources in this state are not read again, even if they have more finished trials now.
 
     Raises:
         InvalidInput: a source does not exist, or is `experiment` itself.
@@ -477,7 +477,7 @@ def read_warm_starts(
 
 
 def read_prior_trials(journal_writer: JournalWriter) -> Sequence[PriorTrial]:
-    """Return the trials of other experiments in the journal, without duplicates, in the order of the entries."""
+    """Return the other experiments' trials that the journal holds, without duplicates, in the order of the entries."""
     state = journal_writer.experiment
 
     def read_entries(store: ObjectStore) -> Sequence[WarmStart]:

@@ -1,9 +1,9 @@
 """The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
 
-The same history gives the same proposals and decisions, so the objects are not stored. A resume creates new objects,
-and replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
-interrupted run would have proposed. To make this possible, they draw random numbers only from a seed and a purpose
-(`core.seeded_random`), read no clock, and get a report when it is journaled as a milestone, not when it arrives.
+The same history gives the same proposals and decisions, so these objects are not stored. A resume creates new ones, and
+replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
+interrupted run would have proposed. For this, they compute each random number from the seed and what the number is for
+(`core.seeded_random`), read no clock, and get reports only at a decision or at a trial's end, in the journal's order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SearchPolicy:
         """The scheduler's state. It tells `Driver` whether to wait, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of proposed trials in the journal, which is also the number of the next proposal."""
-        self._suggested_number: int | None = None  # the last proposal; the search already knows this trial
+        self._suggested_number: int | None = None  # the last proposal's number; the search already knows its trial
         self._paused: set[str] = set()
         self._decided_steps: dict[str, int] = {}  # by trial: the step at which the scheduler last judged its weights
 

@@ -1,7 +1,7 @@
 """Stop an experiment or a trial early. Except for an interruption, every stop is journaled before it takes effect.
 
 The stop of a single trial has no time limit; the trial ends at its next report. `wait_seconds` limits only how long
-`stop` waits for the end. When an experiment stops, its trials have `grace_period_seconds` (`attempt/supervisor.py`).
+`stop` waits. When an experiment stops, its trials have `grace_period_seconds` to save (`attempt/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StopHandler:
         self._pending_entry.add_event(self._make_finish_event(trial_id))
 
     def send_stop(self, trial_id: str) -> None:
-        """After the journal is written, tell a running trial to save and end. The answer has the trial's last event."""
+        """After the next write, tell a running trial to save and end; the message contains the event that ends it."""
         stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
         self._pending_entry.run_after_forced_write(lambda: self._executor.send_answer(trial_id, stop))
 
@@ -284,7 +284,7 @@ def stop(
 
 
 class _StopRequestSender:
-    """Sends a stop request; sends it again, with the next number, if another request has its number in the journal."""
+    """Sends a stop request; sends it again, with the next number, if the journal has another one under its number."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
@@ -329,15 +329,15 @@ class _StopRequestSender:
         state = with_store(self._target, load_state)
         if not state.settings:
             raise InvalidInput(
-                f"experiment {state.name!r} at {self._target.uri} is not a search: cancel its flow run, or send it "
-                "SIGTERM; it saves, and can be resumed"
+                f"experiment {state.name!r} at {self._target.uri} is not a search: cancel its flow run, or send "
+                "SIGTERM to its process; the training saves, and can be resumed"
             )
         if self._trial is not None:
             self._trial = require_trial(state, self._trial).id
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt with its own flow run, because that run can outlive the search's flow run."""
+        """Send the stop to each attempt that has its own flow run, which can outlive the search's flow run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -376,7 +376,7 @@ class _StopRequestSender:
             message = "no run has answered" + (f" (the last run was by {state.owner})" if state.owner else "")
             if self._sent_to:
                 message = f"{message}; the request was also sent to {len(self._sent_to)} attempts"
-            effect = "if no run is active, there is nothing to stop; a run that begins later is not stopped by this"
+            effect = "if no run is active, nothing is stopped; a run that begins later is not stopped by this request"
             if self._trial is not None:
                 effect = f"the next run of the experiment ends trial {self._trial}"
             return StopOutcome("unanswered", f"{message}: {effect}", state)

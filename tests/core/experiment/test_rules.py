@@ -409,7 +409,7 @@ def test_a_stopper_that_could_never_be_right_is_refused(stop: object) -> None:
 def test_a_number_is_a_time_in_seconds_and_what_is_none_is_told_so() -> None:
     assert MaxTime(cast("timedelta", 90)) == MaxTime(timedelta(minutes=1.5))
     assert TimeBudget(cast("timedelta", 0.5)) == TimeBudget(timedelta(seconds=0.5))
-    with pytest.raises(InvalidInput, match=r"MaxTime: expected a positive number of seconds or timedelta.*found '1h'"):
+    with pytest.raises(InvalidInput, match=r"MaxTime: expected a positive timedelta or number of seconds.*found '1h'"):
         MaxTime(cast("timedelta", "1h"))
 
 

@@ -169,7 +169,7 @@ def test_a_trial_of_a_fork_has_its_own_checkpoints_and_is_not_running(status: Ph
 def test_an_outbox_is_used_once_and_its_posts_are_received_in_order(
     event: AnyTrialEvent, outbox: int | None, post: int
 ) -> None:
-    with pytest.raises(IllegalTransition, match="cannot follow outbox"):
+    with pytest.raises(IllegalTransition, match="cannot follow post 4 of outbox"):
         apply_trial_event(trial_in(RUNNING, outbox=outbox, outbox_count=2, last_post=post), event)
 
 

@@ -438,7 +438,7 @@ MUTANTS: Mapping[str, Mutant] = {
         find_harm_to_fork,
         {
             forking._copy_checkpoints: {
-                "return path  # its checkpoint was retired and deleted after the manifest was read": "return None",
+                "return path  # the blob's checkpoint was deleted after its manifest was read": "return None",
                 "require_blobs_stored(store, folder, required)": "pass",
             }
         },

@@ -205,7 +205,7 @@ def test_a_trial_budget_is_spent_once_however_often_it_is_resumed(target: pt.Loc
         [
             ({"MaxFailure": {"failures": 3}}, "stop: unknown name 'MaxFailure'; .* did you mean 'MaxFailures'"),
             ({"MaxFailures": {"trials": 3}}, "stop: MaxFailures .*trials"),
-            ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive number of seconds"),
+            ({"TimeBudget": {"time_seconds": "long"}}, "expected a positive timedelta or number of seconds"),
             ({"TrialBudget": {"trials": 0}}, "expected at least 1 trial"),
             ([{"ExperimentPlateau": {}}], "ExperimentPlateau: expected a metric"),
         ],

@@ -5,8 +5,8 @@
            └──► a process that imports the trainable itself: if `reuse="never"`, if forks are unsafe, or after `stop`
 
 Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-No trial is forked from a template that is unsafe to fork, or one of whose forks has hung. No trial waits for an import
-after `stop` is set, or for more than 10 minutes. No template outlives the pool, unless trials forked from it still run.
+No trial is forked from a template that is unsafe to fork, or whose earlier fork hung. No trial waits for an import once
+`stop` is set, or longer than 10 minutes. No template outlives the pool, unless trials forked from it still run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """Identifies the trials that one process can serve: same trainable, import path and environment."""
+    """Identifies the trials that one process can serve: those of one trainable, one import path and one environment."""
 
     trainable: str
     import_path: tuple[str, ...]
@@ -67,7 +67,7 @@ class ProcessKey:
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
         """Return the key of a trial with these variables, and with this process's current `READ_ONCE_VARIABLES`."""
-        # Read `os.environ` at each call, because a worker's scheduler may change the visible devices between trials.
+        # Read `os.environ` at each call, because a task runner such as Ray may change the visible GPUs between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
 
@@ -130,7 +130,7 @@ class ForkedProcess(SupervisedProcess):
                 with their_status:
                     output, their_output = os.pipe()
                     undo.callback(os.close, output)
-                    with suppress(OSError):  # if the server is gone, `status` reads as end of file
+                    with suppress(OSError):  # the server is gone, so `read_fork_message` returns ""
                         socket.send_fds(control, [request], [channel.fileno(), their_output, their_status.fileno()])
                     os.close(their_output)
             message = read_fork_message(status, _FORK_TIMEOUT)
@@ -144,20 +144,20 @@ class ForkedProcess(SupervisedProcess):
                 case []:
                     return None
                 case _:
-                    raise TimeoutError(f"no trial's process was forked within {_FORK_TIMEOUT.total_seconds():g} s")
+                    raise TimeoutError(f"a trial's process was not forked within {_FORK_TIMEOUT.total_seconds():g} s")
 
     def _kill(self) -> int:
         with suppress(OSError):  # the process may have just ended
             self._status.shutdown(socket.SHUT_WR)
         if (code := self._wait_for_end(_EXIT_TIMEOUT)) is None:
-            # The subreaper still holds the other side of `status`, so its pid cannot belong to another process.
+            # The subreaper still runs, since its side of `status` is open, so no other process can have this pid.
             os.kill(self._subreaper, signal.SIGKILL)
             code = self._code = -signal.SIGKILL
         return code
 
     def _wait_for_end(self, timeout: timedelta | None) -> int | None:
         if self._code is None and (message := read_fork_message(self._status, timeout)) is not None:
-            # The message is `ended <wait status>`; it is empty if the subreaper was killed, and with it the process.
+            # The message is `ended <wait status>`, or empty if the subreaper was killed, which also kills the process.
             self._code = os.waitstatus_to_exitcode(int(message.split()[1])) if message else -signal.SIGKILL
         return self._code
 
@@ -184,7 +184,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 make_program_command("prefect_tune.runtime.processes.fork_server", theirs.fileno()),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # trials have their own pipe; the fork server prints nothing
+                stdout=subprocess.DEVNULL,  # each trial has a pipe for its output; the fork server prints nothing
                 env=make_interpreter_environment(os.environ),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -210,8 +210,8 @@ class ForkServer:
 class TemplateProcess:
     """A process that imports a trainable, and then forks the trainable's trials. Like a trial, it has a subreaper.
 
-    All processes that the import starts end with the template. A template that is unsafe to fork ends before
-    `wait_for_import` returns True.
+    When the template ends, all processes that the import has started are ended, too. A template that is unsafe to fork
+    ends before `wait_for_import` returns True.
     """
 
     def __init__(self, server: ForkServer, key: ProcessKey, log: Log) -> None:
@@ -265,7 +265,7 @@ class TemplateProcess:
 
     def _import_trainable(self, process: ForkedProcess) -> str | None:
         """Import the trainable in `process`; return why trials cannot be forked from this process, None if they can."""
-        self._output.start(process.output)  # read until the end, so that output of fork handlers cannot fill the pipe
+        self._output.start(process.output)  # reads until the template ends, so that fork handlers cannot fill the pipe
         request = ImportRequest(
             trainable=self._key.trainable,
             import_path=self._key.import_path,
@@ -325,7 +325,7 @@ class ForkSources:
             return template
 
     def fork(self, key: ProcessKey, log: Log, stop: threading.Event, slots: int) -> ForkedProcess:
-        """Return a new process, forked from the template after the import, or from the fork server, without the import.
+        """Return a new process: a fork of the template, or of the fork server, which has not imported the trainable.
 
         The fork server is used if `stop` is set during the import, or if the import cannot be shared (logged once).
         Raises OSError if no process could be forked.
@@ -334,7 +334,7 @@ class ForkSources:
             source = self._get_ready_source(key, log, stop, slots)
             try:
                 process = source.fork()
-            except OSError as error:  # for example because of a running thread, or a limit that the import has lowered
+            except OSError as error:  # the fork failed, for example because a thread runs or the import lowered a limit
                 if isinstance(error, TimeoutError):  # a fork handler hangs, or the server hangs
                     self._discard(source)
                 elif isinstance(source, ForkServer):

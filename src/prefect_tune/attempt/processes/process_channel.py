@@ -54,8 +54,8 @@ _TERM_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
-# The executors set the variables of a slot; `runtime` sets the variables of a trial's child processes. If a value in
-# `AttemptRequest.environment` were different for each trial, no two trials could share a process and its imports.
+# The executors set the environment variables of a slot; `runtime` sets those of a trial's child processes. A value in
+# `AttemptRequest.environment` must not be unique to a trial, because this trial would share no process and no import.
 
 # Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
 READ_ONCE_VARIABLES = (
@@ -79,7 +79,7 @@ READ_ONCE_VARIABLES = (
 
 
 def make_interpreter_environment(variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables for a new interpreter, whose output must be unbuffered."""
+    """Return `variables` for a new interpreter, and the variable that makes the interpreter's output unbuffered."""
     return {**variables, "PYTHONUNBUFFERED": "1"}
 
 
@@ -93,7 +93,7 @@ def get_interpreter_flags() -> list[str]:
 def make_program_command(module: str, descriptor: int) -> list[str]:
     """Return the command to run `module` with arguments: `descriptor`, this process's pid, the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
-    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # omit the options of a CLI
+    arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # omit the options of these CLIs
     flags = [*get_interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
     return [sys.executable, *flags, "-m", module, str(descriptor), str(os.getpid()), *arguments]
 
@@ -152,7 +152,7 @@ class TrialChannel:
             raise EOFError("the trial is gone") from error
         except MalformedMessage as error:
             raise MalformedMessage(
-                f"the channel of the trial's process: {error}. Only that process and its children can write there: "
+                f"the channel of the trial's process: {error}. Only that process and its children can write there, so "
                 "look for code that writes to a file descriptor that it did not open (os.write, os.fdopen)"
             ) from None
         if isinstance(message, StartReceived):
@@ -255,7 +255,7 @@ class SupervisedProcess(ABC):
 class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
-    The process ends with its supervisor. At its end, its process group is ended, too; other descendants continue.
+    The process ends with its supervisor. Its process group is ended after it; descendants in other groups continue.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -290,7 +290,7 @@ class SpawnedProcess(SupervisedProcess):
     def _end_process_group(self) -> None:
         """Send SIGTERM to the process group, then SIGKILL after 0.5 s, like a subreaper."""
         deadline = Deadline.after(_TERM_TIMEOUT)
-        with suppress(ProcessLookupError, PermissionError):  # the group is empty; on macOS, it has only zombies
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty or, on macOS, has only zombies
             os.killpg(self._child.pid, signal.SIGTERM)
             while deadline.remaining_seconds:
                 time.sleep(_GROUP_POLL_SECONDS)
@@ -303,7 +303,7 @@ CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
 
 
 def make_process_end(code: int, output: str) -> ProcessEnd:
-    """Return how a process ended, from its exit code (negative: the number of a signal) and its last output."""
+    """Return how a process ended, from its exit code (negative: a signal's negated number) and its last output."""
     if code >= 0:
         return ProcessEnd(exit_code=code, output=output)
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"  # some signals lack a name
@@ -315,7 +315,7 @@ def make_process_end(code: int, output: str) -> ProcessEnd:
 PARENT_RANK: Final = -1
 """The pseudo-rank of the trial's own process, if it has started ranks with a launcher and is not rank 0 itself."""
 _MessageSource: TypeAlias = "Connection | socket.socket"
-# These ports are below the kernel's ephemeral ports, so that no client takes the port before rank 0 binds it.
+# These ports are below the kernel's ephemeral ports, so that no client gets the chosen port before rank 0 binds it.
 _PORTS = range(20_000, 32_000)
 _LOOPBACK = "127.0.0.1"
 
@@ -351,7 +351,7 @@ class RankGroup:
         self._senders: dict[int, _RankSender] = {}
         self._senders_lock = threading.Lock()
         self._outputs: dict[int, str] = {}
-        """The last output of each rank on another node whose process has exited."""
+        """The last output of each rank that has exited on another node."""
         self._turn = 0
         self._messages_for_joiners: list[ToTrial] = []
         self.world_size = len(channels)
@@ -387,7 +387,7 @@ class RankGroup:
             self._messages_for_joiners.append(message)
 
     def receive(self, timeout: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None after `timeout`. A returned `RankJoined` is already answered.
+        """Return the next message with its rank; None after `timeout`. A `RankJoined` needs no further response.
 
         Raises:
             RankLostError: a rank is gone, and all its messages have been received; or the rank wrote invalid bytes.
@@ -401,7 +401,7 @@ class RankGroup:
             return self._add_joined_rank(*arrived, self._joins.start)
         self._turn += 1  # round-robin, so that one rank cannot block the others
         ranks = [sources[source] for source in ready if source in sources] if ready else [*self._open_channels]
-        # A launcher fails after the rank that caused the failure, so receive the launcher's messages last.
+        # The parent process fails after the rank that caused the failure, so receive the parent's messages last.
         for rank in sorted(ranks, key=lambda rank: (rank == PARENT_RANK, (rank - self._turn) % self.world_size)):
             try:
                 message = self._open_channels[rank].receive(_NO_WAIT)
@@ -413,7 +413,7 @@ class RankGroup:
                 return 0, message
             if isinstance(message, TrainingEnded) and message.raised and self.has_separate_parent:
                 exited = {key for key in self._open_channels if key in self._pids and not get_cmdline(self._pids[key])}
-                if get_cmdline(self._pids.get(rank, 0)):  # `rank` still runs, so the launcher has not killed the others
+                if get_cmdline(self._pids.get(rank, 0)):  # `rank` still runs, so its launcher did not kill `exited`
                     self.self_exited_ranks |= exited
             if message is not None:
                 return rank, message
@@ -503,7 +503,7 @@ class _JoinedRank:
         self._pid = pid
 
     def is_alive(self) -> bool:
-        return True  # `receive` raises when the process is gone, because then the connection is closed
+        return True  # no check is needed: the end of the process closes the connection, so `receive` raises
 
     def end(self) -> ProcessEnd:
         return ProcessEnd(reason=make_reason("rank-vanished", process=self._pid))
@@ -584,7 +584,7 @@ def open_rank_group(
 
     `remote_channels` are the channels to the ranks of other nodes.
     """
-    # A single process also gets an address for `torch.distributed`, but no other variables of ranks.
+    # A single process gets the address for `torch.distributed`, too, but not the other variables that ranks get.
     address, port = placement.rendezvous_endpoint or (_LOOPBACK, find_free_port(_LOOPBACK))
     rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with ExitStack() as resources:
@@ -609,7 +609,7 @@ def open_rank_group(
 
 
 def _make_start_messages(start: Start, placement: Placement, rendezvous: Mapping[str, str]) -> Iterator[Start]:
-    """Yield the start message of each rank of this node, with the variables of `torch.distributed` and frameworks."""
+    """Yield the start message of each rank of this node, with the environment variables that torchrun sets."""
     for local_rank in range(placement.processes):
         rank = placement.first_rank + local_rank
         variables = {  # under torchrun's names

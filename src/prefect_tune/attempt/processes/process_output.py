@@ -48,7 +48,7 @@ def make_rank_log(log: Log, rank: int) -> TrialLog:
 
 
 class WaitLog:
-    """Logs what this process waits for, and how long so far: after `first_delay` (10 s), then at growing intervals."""
+    """Logs what this process waits for and how long, first after `first_delay` (10 s), then at growing intervals."""
 
     def __init__(self, log: Log, activity: str, first_delay: timedelta = _FIRST_NOTE_DELAY) -> None:
         self._log, self._activity = log, activity
@@ -65,9 +65,9 @@ class WaitLog:
 class TrialOutput:
     """Logs the lines that arrive on a descriptor until `stop`. Of a progress bar, only the last state is logged.
 
-    If a line has more than 65,536 characters, these are logged as soon as they have arrived, and the rest is dropped,
-    so that an endless line takes little memory. Prefect takes about a millisecond to log a line, which slows down a
-    process that prints faster. So after a burst of 1,000 lines, further lines are dropped and counted.
+    A line is cut and logged as soon as it has more than 65,536 characters; the rest is dropped, so that an endless line
+    takes little memory. Prefect takes about a millisecond to log a line, which slows down a process that prints faster.
+    So after a burst of 1,000 lines, further lines are dropped and counted.
     """
 
     def __init__(self, log: Log) -> None:
@@ -82,9 +82,9 @@ class TrialOutput:
         self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Start a thread that logs the output; it runs in the caller's context, which determines the Prefect server."""
+        """Start a thread that logs the output in the caller's context, which determines the Prefect server."""
         stop_reader, self._stop_pipe = os.pipe()
-        # The thread owns a duplicate: the system cannot give its number to another file before the thread ends.
+        # The thread reads a duplicate, which it closes, so that no other file gets the number while the thread reads.
         self._source = os.dup(descriptor)
         work = (self._log_output, self._source, stop_reader)
         self._reader = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
@@ -99,7 +99,7 @@ class TrialOutput:
         return self._format_last_lines(_MAX_LAST_BYTES)
 
     def last_lines(self) -> str:
-        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s for unread output."""
+        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s until it is read."""
         deadline = time.monotonic() + _CATCH_UP_TIMEOUT.total_seconds()
         while True:
             with self._read_lock:
@@ -173,9 +173,9 @@ class OutputLineSplitter:
         """The lines to which a bar may return, and the line with the cursor."""
         self._cursor_row = self._rows_moved_up = 0  # `_rows_moved_up`: how many lines a bar has moved up
         self._is_redrawn = False
-        """Whether the cursor has moved back up to this line, or back to the start of this line."""
+        """Whether the cursor has moved up to the line that it is in, or back to the start of this line."""
         self._is_at_line_start = True
-        """Whether the next text replaces the text of the line."""
+        """Whether the next text replaces the text of the line with the cursor."""
         self._is_cut = False
         self._rest = ""  # an incomplete control sequence
 
@@ -210,7 +210,7 @@ class OutputLineSplitter:
             return
         line = self._rows[self._cursor_row]
         if self._is_at_line_start:
-            if not self._is_redrawn:  # the line of a bar, which an ordinary line now replaces
+            if not self._is_redrawn:  # an ordinary line replaces this line of a bar: emit the bar's last state
                 self._emit_unless_blank(line)
             line, self._is_at_line_start, self._is_cut = "", False, False
         if self._is_cut:

@@ -1,12 +1,12 @@
-"""The pool of processes in which attempts train. Each process was made in one of these ways.
+"""The pool of processes in which attempts train. An attempt gets its process in one of these ways.
 
-    reused, by a class with `reset_config` ──► declines, fails or exits before its first report ─┐
-    forked: from a template, or from the plain fork server (see `fork_servers`) ◄────────────────┤  (no attempt is lost)
-    started, where trials are not forked (`SpawnedProcess`) ◄────────────────────────────────────┘
+    reused    for a class with `reset_config` ──► declines, fails or exits before its first report ─┐
+    forked    from a template, or from the fork server (see `fork_servers`) ◄───────────────────────┤ replaces it in
+    started   on systems other than Linux (`SpawnedProcess`) ◄──────────────────────────────────────┘ the same attempt
 
 If a forked process does not begin its trial within 60 s, another process, which imports the trainable itself, replaces
-it, and the template forks no more trials. There are never more idle processes than free slots. Once the `stop` event is
-set, no trial waits for a shared import.
+it, and the template forks no more trials. There are never more idle processes than free slots. An attempt whose
+`stop` event is set does not wait for a shared import.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from prefect_tune.terminal.formatting import append_last_output
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _START_TIMEOUT = timedelta(seconds=60)
-"""A forked process begins its trial in milliseconds, unless another thread held a lock at the moment of the fork."""
+"""After this time, a process that has not begun its trial is replaced: a lock held during its fork may block it."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
 """How long a pool stays open after its last attempt, in case this worker gets the search's next attempt."""
-_NO_REPORT_NOTE = "no report yet; if the trial hangs here, but not with reuse='never', its import is unsafe to fork"
+_NO_REPORT_NOTE = "no report yet; if the trial hangs here only with reuse='auto', its import makes forks unsafe"
 
 
 class TrialProcessPool:
@@ -52,14 +52,14 @@ class TrialProcessPool:
 
     On Linux, processes are forked from a fork server, which has imported the modules that every trial needs; or,
     depending on `reuse`, from a template, which has also imported the trainable's module. `start_import` or the first
-    `open_process` starts the fork server and the template. On other systems, each process is started anew.
+    `open_process` starts the fork server and the template. On other systems, processes are started, not forked.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
     process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
     that failed, was interrupted or declined a configuration is not reused.
 
     Args:
-        slots: the number of processes to keep, used and idle together. With 0, each process serves one trial, and
-            cleans up before it reports the trial's end. None: the largest number that was used at once.
+        slots: how many processes to keep, used and idle together. With 0, each process serves one trial, and
+            cleans up before it reports the trial's end. With None, as many as were ever in use at the same time.
         reuse: how the import of the trainable's module is shared; see `Reuse`.
     """
 
@@ -93,7 +93,7 @@ class TrialProcessPool:
         _end_idle_processes(to_end)
 
     def start_import(self, trainable: str, log: Log, environment: Mapping[str, str] = NO_EXTRA_ENV) -> None:
-        """Start to import `trainable` (see `Start`) if `reuse` lets trials share the import. Do not wait for it."""
+        """Start to import `trainable` (see `Start`), without waiting, if `reuse` lets trials share the import."""
         if uses_linux_calls():
             self.fork_servers.start_fork_source(
                 ProcessKey.for_trial(trainable, get_absolute_sys_path(), environment), log
@@ -111,7 +111,7 @@ class TrialProcessPool:
         Args:
             log: receives the lines that the process prints.
             environment: variables of this trial, which extend and override this process's environment.
-            stop: ends the wait for a shared import of the trainable's module; the trial's process then imports it.
+            stop: if set, the trial does not wait for a shared import of the trainable; its own process imports it.
 
         Raises:
             OSError: the process could not be created, for example for lack of memory or process ids.
@@ -157,7 +157,7 @@ class TrialProcessPool:
         return self.fork_servers.fork(request.key, request.log, request.stop, self._slots)
 
     def keep_or_end(self, process: _PooledProcess) -> None:
-        """Keep a process for another trial; end the process if there are already enough."""
+        """Keep a process for another trial; if the pool is full or closed, end the process."""
         with self._guard:
             is_kept = not self._closed and self._used_count + len(self._idle) <= self._slots
             if is_kept:
@@ -175,14 +175,14 @@ class _ProcessRequest:
 
 
 class _PooledProcess:
-    """A process that serves an attempt or is idle. Its output goes to the log of its last attempt."""
+    """A process that serves an attempt or is idle. Its output goes to the log of its newest attempt."""
 
     def __init__(self, process: SupervisedProcess, log: Log, key: ProcessKey) -> None:
         self.process, self.key, self._log = process, key, log
         self.output = TrialOutput(log)
         self._end: ProcessEnd | None = None
         self.is_exiting = False
-        """Whether the process has sent the end of its last trial, and runs its `atexit` handlers."""
+        """Whether the process has sent the end of its last trial, so that it may be running `atexit` handlers."""
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
@@ -204,7 +204,7 @@ class _PooledProcess:
 
 
 def _end_idle_processes(processes: Sequence[_PooledProcess]) -> None:
-    """Let all processes exit in parallel, because each may take time to clean up. Kill those left after 5 s."""
+    """Let all processes exit in parallel, because each may take time to clean up. Kill the rest after 5 s."""
     for idle in processes:
         idle.process.connection.close()
     deadline = Deadline.after(_EXIT_TIMEOUT)
@@ -220,15 +220,15 @@ class _PooledChannel(TrialChannel):
         self._pooled = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
         super().__init__(self._pooled.process.connection, self._pooled, self._pooled.output)
         self._pool, self._request = pool, request
-        self._is_reused = idle is not None  # reset when the process sends more than `TrainableLoaded`
+        self._is_reused = idle is not None  # False after a message other than `TrainableLoaded`
         self._has_reported = self._closed = self.is_reusable = False
-        self._sent: list[ToTrial] = []  # the messages before the first report, to resend to a replacement
+        self._sent: list[ToTrial] = []  # sent before the first report; a replacement of the process gets them, too
         self._changing = threading.RLock()
         self._begin_deadline: Deadline | None = None
         self._wait_log: WaitLog | None = None
 
     def start_trial(self, *, has_deadline: bool = True) -> None:
-        """Send the environment, the start message and earlier messages. If the process hangs, `receive` replaces it."""
+        """Send the environment, the start message and `_sent`. If the process hangs, `receive` replaces it."""
         self._begin_deadline = Deadline.after(_START_TIMEOUT) if has_deadline else None
         self._wait_log = WaitLog(self._request.log, "waiting for its process to begin")
         process = self._pooled.process
@@ -263,7 +263,7 @@ class _PooledChannel(TrialChannel):
         if isinstance(message, TrainableLoaded):
             self._wait_log = WaitLog(self._request.log, _NO_REPORT_NOTE, _FIRST_REPORT_NOTE_DELAY)
         elif self.has_started and not had_begun:
-            self._wait_log = WaitLog(self._request.log, f"importing {self._request.key}, or in its setup")
+            self._wait_log = WaitLog(self._request.log, f"importing {self._request.key}, or running its setup")
         elif message is not None:
             self._wait_log = None
         elif not self.has_started and self._begin_deadline is not None and not self._begin_deadline.remaining_seconds:

@@ -1,8 +1,8 @@
 """Publish a staged directory as a checkpoint: blobs first, then a check that all are stored, then the manifest.
 
-The idea: a checkpoint exists when its manifest exists, and a manifest is created once, only if its name is free. All
-earlier steps only prepare the manifest. So whenever a process dies, a request is repeated, or a reply is lost, the
-result is either no checkpoint or a complete one.
+The idea: a checkpoint exists when its manifest exists, and a manifest is created only if its name is free. All earlier
+steps only prepare the manifest. So whenever a process dies, a request is repeated, or a reply is lost, the result is
+either no checkpoint or a complete one.
 
     files ─▶ pieces ─▶ groups ─▶ blobs        put in parallel; the name holds the content's digest and the sequence
                                  read back    some reused blobs, in rotation (`Reverification`)
@@ -17,10 +17,10 @@ a superseded owner creates is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. The name also holds the
-  sequence of the save that sent the blob. So no save relies on a blob that a garbage collection with an older state can
-  still delete: see `find_reusable_bytes`.
-- The directory must not change between the first read and the manifest: `require_unchanged` checks this at the end.
-- After a lost reply, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
+  sequence of the save that sent the blob. By this sequence, `find_reusable_bytes` leaves out all blobs that a garbage
+  collection can delete, even one that has read an older state of the trial.
+- The directory must not change until all its files are read: `require_unchanged` checks this before the commit.
+- If the reply is lost, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
 
 Never: create a manifest before all its blobs were seen on the target; create a manifest twice; replace a blob.
 
@@ -30,11 +30,11 @@ If several nodes train a trial, each node sends its own files, and one manifest 
     node 2   blobs ──► part                                    ├──► node 0: all verified ──► manifest: the commit
     node 0   blobs ────────────────────────────────────────────┘    within the deadline
 
-A part is not a checkpoint: readers ignore it, and it is deleted with its attempt. A part names the attempt, the owner's
-term, the step and the sequence of the save. Node 0 sends these values when it requests the parts, after the previous
-commit. No garbage collection deletes a blob of this sequence before the next retirement, which node 0 itself writes.
+A part is not a checkpoint: readers ignore it, and node 0 deletes it after the save. A part names the attempt, the
+owner's term, the step and the sequence of the save. Node 0 requests the parts only after the previous commit. Until
+node 0 writes the next retirement, no garbage collection deletes a blob of this sequence.
 
-Never: create a manifest before the last part; use a part with unseen blobs, or of another attempt, owner or save.
+Never: create a manifest before all parts are verified, or from a part of another attempt, owner or save.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _ChunkLocation:
 class ReusableBytes:
     """Bytes that are already on the target and cannot be garbage-collected during this save.
 
-    `chunks` are stored in blobs of live checkpoints. `blobs` (digest to path) are whole blobs of live checkpoints or
-    of an interrupted save. `sizes` has the listed size of each blob of the trial, by path.
+    `chunks` maps digests to chunks in blobs of a live checkpoint. `blobs` maps digests to paths of whole blobs, which
+    are of a live checkpoint or an interrupted save. `sizes` maps the path of each blob of the trial to its listed size.
     """
 
     chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
@@ -110,12 +110,12 @@ class SaveResult:
     manifest: Manifest
     sent_bytes: int
     damaged_blobs: Mapping[str, str] = field(default_factory=dict)
-    """The damage of each damaged blob, by path. These blobs are not reused; their bytes were sent again."""
+    """Maps the path of each damaged blob to the damage. These blobs are not reused; their bytes were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    """The chunks of one group, with their locations; `uploaded`: path and size of the blob that was sent, if any."""
+    """The chunks of one group, with their locations. `uploaded` has the path and size of the blob, if one was sent."""
 
     chunks: tuple[tuple[FileRange, Digest, _ChunkLocation], ...]
     uploaded: tuple[str, int] | None
@@ -126,12 +126,12 @@ def find_reusable_bytes(
 ) -> ReusableBytes:
     """Return the bytes that the next save of `trial` need not send again.
 
-    A blob may be reused if a live checkpoint (`parent`) refers to it, or if it was first written after the last
-    retirement (sequence `collected_up_to`). Older unreferenced blobs are never reused, because they may be deleted at
-    any time, even by a process that was believed dead.
+    A blob is reused only if the newest live checkpoint (`parent`) refers to it, or if its sequence is at least
+    `collected_up_to`, so that it was first written after the last retirement. Other blobs are not reused, because those
+    that no checkpoint needs can be deleted at any time, even by a process that is thought to be dead.
 
     A chunk is reused only if the listing shows its blob at full size; otherwise the chunk is sent again. The blobs of a
-    clone belong to another trial, so they are not in this trial's listing, and later saves do not reuse them.
+    cloned checkpoint are in another trial's folder, so this trial's listing does not show them: they are not reused.
     """
     sizes = {listed.path: listed.size_bytes for listed in store.list(trial.blobs_folder)}
     live = parent.blob_paths() if parent else frozenset[str]()
@@ -161,17 +161,17 @@ def commit_checkpoint(
 ) -> SaveResult:
     """Publish `source` as the checkpoint `key`.
 
-    A crash before the last write leaves unreachable blobs and no checkpoint. Committing the same bytes twice has the
-    same result as committing them once.
+    A crash before the last write leaves unreachable blobs and no checkpoint. Tries with the same write id (in
+    `metadata`) count as one save, and create at most one checkpoint.
 
-    `reverification` selects reused blobs that are read back before the commit; if a blob fails, its bytes are sent
-    again, to a new path. Without `reverification`, reused blobs are trusted. `finalize_manifest` adds the parts of
-    other nodes to the manifest.
+    `reverification` selects the reused blobs that are read back before the commit. If the bytes of a blob differ or
+    cannot be read, they are sent again, to a new path. Without `reverification`, no reused blob is read back.
+    `finalize_manifest` adds the parts of other nodes to the manifest.
 
     Raises:
         InvalidInput: `metadata` holds a value that JSON cannot represent; nothing was sent.
-        AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back failed too.
+        AlreadyCommitted: another save has committed a checkpoint with this key.
+        CommitUnknown: the target did not say whether it wrote the manifest, and the manifest could not be read back.
         StoreUnavailable: the checkpoint is not committed; the next try reuses the blobs that were sent.
         StagedFilesChanged: the directory was written to during the commit.
     """
@@ -186,7 +186,7 @@ def commit_checkpoint(
         verified_reads = store.map(lambda read: verify_range(store, manifest, read), due_reads)
         unverified = {failed.path: failed for failed in verified_reads if failed is not None}
     if unverified:
-        # Reuse no whole blobs: a blob that has the bytes to send now may be the failed blob, or was not read back.
+        # Reuse no whole blobs now: `reuse.blobs` may name a failed blob, or one that this commit has not read back.
         valid = ReusableBytes({digest: chunk for digest, chunk in reuse.chunks.items() if chunk.path not in unverified})
         affected = [any(location.path in unverified for _, _, location in group.chunks) for group in groups]
         replaced = store.map(lambda group: _store_group(store, key, source, group, valid), compress(batches, affected))
@@ -203,7 +203,7 @@ def commit_checkpoint(
 def _store_group(
     store: ObjectStore, key: CheckpointKey, source: StagedDirectory, group: Sequence[FileRange], reuse: ReusableBytes
 ) -> _StoredGroup:
-    """Hash the chunks of a group, and send all chunks that are not on the target as one blob."""
+    """Hash the chunks of a group, and send those that are not yet on the target, together in one blob."""
     buffer = memoryview(bytearray(sum(piece.length for piece in group)))
     chunks: list[tuple[FileRange, Digest, _ChunkLocation]] = []
     new_chunks: list[tuple[FileRange, Digest, int]] = []
@@ -282,8 +282,8 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
     """Commit: create the manifest of `key`, and return the stored manifest, which may be from an earlier try.
 
     Raises:
-        AlreadyCommitted: the key holds a checkpoint of another write.
-        CommitUnknown: the target did not say whether it wrote the manifest, and reading it back failed too.
+        AlreadyCommitted: another save has committed a checkpoint with this key.
+        CommitUnknown: the target did not say whether it wrote the manifest, and the manifest could not be read back.
     """
     try:
         create_idempotently(store, key.manifest_path, seal(manifest))
@@ -299,8 +299,8 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
 #
 # A listing shows a blob's existence and size, not its bytes, so damage to a blob on the target would spread to every
 # later checkpoint that reuses the blob. An attempt begins with a restore, which verifies every byte of the checkpoint.
-# After that, each commit verifies a rotating subset of the blobs that the previous checkpoint also uses, and all other
-# reused blobs: those of an interrupted save, and those with older content that is saved again.
+# After that, each commit verifies a rotating subset of the blobs that it shares with the previous checkpoint, and every
+# other reused blob: such a blob comes from an interrupted save, or from an older checkpoint with the same content.
 
 _HASH_DIGITS = 8
 
@@ -315,7 +315,7 @@ class Reverification:
     """At least 1; with 1, every commit reads back all reused blobs."""
 
     def is_blob_due(self, path: str) -> bool:
-        """Return whether this commit reads the blob at `path` back."""
+        """Return whether this commit reads back the blob at `path`."""
         hashed = int(hash_bytes(path.encode())[:_HASH_DIGITS], 16)
         return hashed % self.period == self.commit_count % self.period
 
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due. A blob that this save or its earlier try sent is never due."""
+    """Return the reads of the reused blobs that are due. A blob that a try of this save has sent is never due."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -343,9 +343,9 @@ def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: 
 
 
 def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> FailedBlob | None:
-    """Read the chunks of one request back; return None if all chunks match their digests, otherwise the failed blob.
+    """Read back the chunks of one request; return None if all match their digests, and the failed blob if not.
 
-    A blob that cannot be read is not reused either; the commit sends its bytes again.
+    A blob that cannot be read has failed, too, so the commit sends its bytes again.
 
     Raises:
         DeadlineExceeded: no time is left to send the bytes again.
@@ -359,7 +359,7 @@ def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> Fai
     return None
 
 
-# The parts of a checkpoint of a trial that several nodes train.
+# Trials on several nodes: each node sends its part of a checkpoint, and node 0 merges the parts into the manifest.
 
 
 class StoredPart(FileLayout, Document):
@@ -435,7 +435,7 @@ def merge_parts(store: ObjectStore, wanted: ExpectedParts, manifest: Manifest) -
 
     Raises:
         PartMissing: a node did not add its part in time, cannot add it, or was lost; nothing was committed.
-        InvalidInput: two nodes have files of the same name with different bytes.
+        InvalidInput: two nodes have different files of the same name, or one has a file where another has a directory.
         StoreUnavailable: a blob of a part is missing.
         CheckpointCorrupt: a part is damaged, or belongs to another save.
     """

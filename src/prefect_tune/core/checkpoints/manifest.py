@@ -87,7 +87,7 @@ def split_files(files: Sequence[FileStat], chunk_bytes: int = CHUNK_BYTES) -> It
 
 
 def pack_ranges(ranges: Iterable[FileRange], blob_bytes: int = BLOB_BYTES) -> Iterator[tuple[FileRange, ...]]:
-    """Pack consecutive pieces into groups of at most `blob_bytes`; each group becomes one blob."""
+    """Pack consecutive pieces into groups of at most `blob_bytes`; a save sends each group as at most one blob."""
     group: list[FileRange] = []
     filled = 0
     for piece in ranges:
@@ -108,7 +108,7 @@ def compute_blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     return hash_bytes("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]  # all JSON readers, and the offsets of all stores, support this range
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # in the range of integers that all JSON readers and all stores support
 
 
 class ChunkRef(Value):
@@ -167,7 +167,7 @@ class CheckpointMetadata(Value):
 
 
 class FileLayout(Value):
-    """The files of a checkpoint, or of a node's part of a checkpoint, and the blobs that hold the bytes."""
+    """The files of a checkpoint, or of a node's part of a checkpoint, and the blobs that hold the files' bytes."""
 
     experiment: str
     generation: Generation
@@ -269,10 +269,10 @@ class RangeRead:
 
 
 def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
-    """Yield the reads that together fetch every byte of `manifest`.
+    """Yield the reads that together fetch every byte of the files in `manifest`.
 
     Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is never longer than
-    `BLOB_BYTES`, so a manifest from elsewhere cannot make this process use more memory by listing larger blobs.
+    `BLOB_BYTES`, so a manifest from another program cannot exhaust the memory of this process with larger blobs.
     """
     chunks_of_blob: dict[int, list[_PlacedChunk]] = {}
     for index, file in enumerate(manifest.files):
@@ -294,7 +294,7 @@ def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
 def fetch_chunks(store: ObjectStore, manifest: Manifest, read: RangeRead, sink: FileSink) -> None:
     """Read the chunks of one request, verify them, and write them to `sink`.
 
-    After a mismatch the bytes are read a second time, so that a transmission error is not reported as damage.
+    Bytes that are missing or differ are read a second time, so that a transmission error is not reported as damage.
 
     Raises:
         CheckpointCorrupt: bytes are missing or differ from their digest.
@@ -328,12 +328,12 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
     return data
 
 
-# User metadata that is changed after a checkpoint's commit: numbered versions, each created only if absent.
+# User metadata can change after the checkpoint's commit: each change is a numbered version, created only if absent.
 #
 # The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists. If
-# a number became free, a slow writer could create a version with this lower number, and its change would be lost.
+# a number became free, a slow writer could store its change under this low number, where no reader would find it.
 
-_MAX_TRIES = 1000  # a try fails only if another writer succeeds; the store's timeout usually ends the loop first
+_MAX_TRIES = 1000  # of `update_metadata`, while other writers are faster; usually the store's timeout comes first
 
 
 class _MetadataVersion(Document):
@@ -347,7 +347,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return `metadata` as its readers will get it back from JSON.
 
     Raises:
-        InvalidInput: JSON cannot represent a value in `metadata` (an object, a NaN, a cycle, a lone surrogate).
+        InvalidInput: JSON cannot represent a value in `metadata` (a tensor, a NaN, a cycle, a lone surrogate).
     """
     if not isinstance(metadata, Mapping):
         raise InvalidInput(f"metadata: expected a dict, found {type(metadata).__name__}")
@@ -359,7 +359,7 @@ def normalize_metadata(metadata: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_newest_metadata(store: ObjectStore, folder: str) -> dict[str, object] | None:
-    """Return the newest metadata in `folder`, None if there is none. Raise `CheckpointCorrupt` if they were altered."""
+    """Return the newest metadata in `folder`; None if there are none. Raise `CheckpointCorrupt` if they are damaged."""
     newest = _read_newest_version(store, folder)
     return dict(newest[1].metadata) if newest else None
 
@@ -375,11 +375,11 @@ def update_metadata(
     """Apply `change` to the newest metadata, or to `initial` if there is none; store the result as the next version.
 
     Returns the result. If two writers race, the second change is applied to the result of the first, so no change is
-    lost. `change` may be called several times, and must be idempotent.
+    lost. `change` must be idempotent, because it can be called several times, also with its own earlier result.
 
     Raises:
-        CommitUnknown: in two tries, the target did not say whether it had written the version.
-        StoreUnavailable: other writers were faster 1000 times.
+        CommitUnknown: twice, the target did not say whether it had written the version.
+        StoreUnavailable: in 1000 tries, another writer was faster.
     """
     first_error: CommitUnknown | None = None
     for _ in range(_MAX_TRIES):

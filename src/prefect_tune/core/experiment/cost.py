@@ -2,15 +2,15 @@
 
     slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
-A run lasts from its takeover to its last sign of life: the last freed slot or, if the run was killed, its live status.
-An attempt holds its slot from the search's start request until the search frees the slot. The time before the attempt
-begins is "start", and the time after the attempt's last journal entry is "ending". An attempt without a recorded end
-lasts until its run's last sign of life, or until the trial's next attempt; what it trained after its last commit is
-lost. The rest of the slots' time is idle. If an attempt outlives its search, the time until the next run counts, too.
+A run begins when it takes over the experiment. It ends when its last slot is freed or, if killed, at its last live
+status. An attempt holds its slot from the search's request to start it until the search frees the slot. The time before
+the attempt begins is "start"; the time after its last journal entry is "ending". An attempt whose end was not journaled
+ends with its run, or when the trial's next attempt begins; its training after its last commit is lost. All other time
+is idle. If an attempt outlives its run, the time that the attempt measures before the next run is added to the sum.
 
-The durations of an attempt's phases, of slots and of runs (`run_clock_now`) come from monotonic clocks. Only the begin
-of an attempt that was lost or ran on another machine can come from another clock. If this begin is outside the slot or
-run, it is moved to the nearest time inside, and `is_begin_clamped` is true.
+Durations come from monotonic clocks (`run_clock_now`). Only the time at which an attempt began can come from another
+clock, if the attempt was lost or ran on another machine. If this time is outside the attempt's slot or run, the nearest
+time inside is used instead, and `is_begin_clamped` is true.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class CostCategory(StrEnum):
         member._value_, member.meaning = label, meaning
         return member
 
-    TRAINING = "training", "Steps whose reports, or a later checkpoint, were used."
-    LOST = "lost", "Training after the last commit of a lost attempt: it is repeated if the trial continues."
-    START = "start and import", "The launch, a queue, the journal, the process, the import and `setup`."
+    TRAINING = "training", "Training that was not lost."
+    LOST = "lost", "Training after the last commit of a failed or lost attempt. The next attempt repeats these steps."
+    START = "start and import", "Before training: launch, queue, journal entry, start of the process, import, `setup`."
     RESTORING = "restoring", "The download of the checkpoint, and `load_checkpoint`."
-    SAVING = "saving", "Training waited for `save_checkpoint`, its copy, or an upload."
+    SAVING = "saving", "Training waited for `save_checkpoint`, the copy of its files, or an upload."
     WAITING = "waiting for a decision", "Training waited until the search decided."
-    ENDING = "ending", "From the trial's last message until its slot is free: last uploads, `cleanup`, the journal."
+    ENDING = "ending", "From the trial's last message until its slot is free: uploads, `cleanup`, journal entries."
     IDLE = "idle", "No attempt held the slot."
 
     @property
@@ -73,7 +73,7 @@ class AttemptCost:
     usage: AttemptUsage | None
     """The processor and memory usage of the attempt; None if it is running or was lost."""
     is_begin_clamped: bool = False
-    """Whether another clock put the attempt's begin outside its slot or run; `began_at` is the nearest time inside."""
+    """Whether another clock says that the attempt began outside its slot or run; `began_at` is then moved inside."""
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
@@ -93,7 +93,7 @@ class RunCost:
     began_at: datetime
     seconds: float
     slots: int | None
-    """The number of slots; None if unlimited. Then only used slots count, and no slot is idle."""
+    """The number of slots. None if it is unlimited: then only used slots count, and no slot is idle."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -104,7 +104,7 @@ class ExperimentCost:
     attempts: Sequence[AttemptCost]
     """The costs of the attempts, grouped by trial, in the order in which the trials were added."""
     seconds: Mapping[CostCategory, float]
-    """The seconds of slots in each category; their sum is `slot_seconds`."""
+    """The seconds of all slots by category; their sum is `slot_seconds`."""
 
     @property
     def slot_seconds(self) -> float:
@@ -146,7 +146,7 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
     """Return the cost of an experiment.
 
     Args:
-        experiment: the state from its journal; running trials may have newer reports.
+        experiment: the state from its journal; its running trials may already have reports that are not journaled yet.
         until: the time of the newest information about running trials; their attempts count until this time.
     """
     runs = _compute_run_spans(experiment, until)
@@ -163,7 +163,7 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
 
 @dataclass(frozen=True, slots=True)
 class _RunSpan:
-    """The begin and end of a run, by the clock of this run."""
+    """When a run began and ended, by the clock of this run."""
 
     term: int
     begin: datetime
@@ -181,7 +181,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
         for record in trial.attempt_records:
             began = parse_time(record.began_at or "")
             if began is None or record.slot_at is not None or not runs:
-                continue  # with `slot_at`, the event `SlotFreed` has already extended the run
+                continue  # if `slot_at` is known, the event `SlotFreed` has already extended the run
             index = _find_run_index(runs, record, began)
             last = _add_seconds(_clamp_begin(runs, index, began), record.seconds.total)
             if trial.phase is Phase.RUNNING and record is trial.attempt_records[-1]:
@@ -191,7 +191,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
 
 
 def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run with the attempt's term; if none has it, of the last run before `began`."""
+    """Return the index of the run with the attempt's term; without one, that of the last run that began by `began`."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 
@@ -223,7 +223,7 @@ def _iter_attempt_costs(trial: Trial, runs: Sequence[_RunSpan], until: datetime)
         if slot_at is not None and not outlives_run:
             first = slot_at
         elif slot_at is not None and record.usage is not None:
-            # The slot belongs to the last run only, but the attempt measured all its time: count back from the end.
+            # `slot_at` is when the last run took the slot over. The attempt began earlier: count back from its end.
             first = _add_seconds(slot_at, min(0.0, record.slot_seconds - record.seconds.total))
         elif began is not None:
             first = _clamp_begin(runs, _find_run_index(runs, record, began), began) if runs else began
@@ -261,7 +261,7 @@ def _compute_slot_end(
         return measured_end
     run = runs[_find_run_index(runs, record, began or first)]
     if run.slots is None:
-        return measured_end  # an attempt of the user's own flow, without a slot
+        return measured_end  # an attempt of the user's own flow has no slot
     is_same_run = following is not None and following.term == record.term
     next_began = parse_time(following.began_at or "") if following is not None and is_same_run else None
     return max(measured_end, min(run.end, next_began or run.end))
@@ -270,12 +270,12 @@ def _compute_slot_end(
 def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[CostCategory, float]:
-    """Return the seconds in a slot by category: what was measured, `seconds_before` as start, a guess for the rest."""
+    """Return an attempt's seconds by category: those measured, `seconds_before` as start, and a guess for the rest."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[CostCategory.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # a commit sets it: until then it is unknown when training began
+    has_trained = record.seconds.start > 0  # the first commit sets `start`; before, nobody knows when training began
     if record.usage is not None:
         rest_category = CostCategory.ENDING
     elif not has_trained:
@@ -308,7 +308,7 @@ _MIN_LISTED_SHARE = 0.005
 def format_cost(cost: ExperimentCost) -> str:
     """Return `81 % of 4 h 10 min of 2 slots was training; the largest losses: idle 9 %, saving 4 %`.
 
-    If all runs have the same number of slots, the text names the time of the runs; otherwise the time of all slots.
+    If the number of slots was changed or is unlimited, the text gives the time of all slots: `8 h 20 min of all slots`.
     The text is empty if no slot was held yet.
     """
     if not cost.attempts or not cost.slot_seconds:

@@ -56,7 +56,7 @@ from prefect_tune.core.values import Digest, StepReport, Value
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TrialMap(Mapping[str, Trial]):
-    """Immutable trials by name, in the order in which they were added.
+    """An immutable mapping of names to trials, in the order in which the trials were added.
 
     A changed copy shares the unchanged trials, so the cost of a change does not depend on the number of trials.
     """
@@ -102,7 +102,7 @@ class TrialMap(Mapping[str, Trial]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Read and write JSON as a list of trials."""
+        """Return a schema with which pydantic reads and writes the map as a JSON list of trials."""
         list_schema = handler.generate_schema(tuple[Trial, ...])
         read_schema = core_schema.no_info_after_validator_function(cls.from_trials, list_schema)
         return core_schema.json_or_python_schema(
@@ -127,7 +127,7 @@ class Experiment(Value):
     owner_since_entry: int = 0
     """The number of the entry whose `OwnerChanged` named the present owner; 0 without an owner."""
     last_adopting_term: int = 0
-    """The last term whose owner adopted the unjournaled saves of the previous owner."""
+    """The last term whose owner adopted the checkpoints that the previous owner had not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
     """The parameters of the last run that took over the experiment; see `ExperimentConfigured`."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
@@ -141,15 +141,15 @@ class Experiment(Value):
     warm_starts: Mapping[str, int] = Field(default_factory=dict)
     """The experiments from which the search warm-starts; for each, the number of the entry that copied its trials."""
     warm_start_locations: tuple[str, ...] = ()
-    """The locations of `warm_starts`, which events and assets name; without duplicates, in the order of the entries."""
+    """The known locations of `warm_starts`, for events and assets: without duplicates, in the order of the entries."""
     stop_requests: tuple[str, ...] = ()
-    """The write ids of the journaled stop requests, in order: the first is request 1."""
+    """The write ids of the journaled stop requests, in the order of the requests' numbers, which begin at 1."""
     pending_stops: Mapping[str, AnyReason] = Field(default_factory=dict)
     """The trials that must stop and have not ended yet, with the reason of each."""
     stop_reason: AnyReason = ""
     """Why the present owner stops the experiment early; empty if the owner does not stop it."""
     restarts: int = 0
-    """The number of consecutive automatic restarts of its run without a commit or a decision in between."""
+    """How many times in a row the owner's flow run restarted automatically, with no commit or decision in between."""
     answers: tuple[FormAnswered, ...] = ()
     """The users' answers to forms, oldest first."""
     policy_event_count: int = 0
@@ -169,7 +169,7 @@ class Experiment(Value):
         return self.key.trial_key(trial)
 
     def trial(self, trial: str) -> Trial:
-        """Return the trial. Raises `KeyError` if there is none."""
+        """Return the trial with this name. Raises `KeyError` if there is no such trial."""
         return self.trials[trial]
 
 
@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last entry, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # otherwise, write access would let anyone end another user's trial
+    if entry.writer == "non-owner":  # write access to the target must not suffice to end another user's trial
         misplaced = [
             event.type
             for event in entry.events
@@ -227,7 +227,7 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case OwnerChanged():
             return _apply_owner_change(experiment, event, number)
         case CheckpointsAdopted():
-            # From now on, unjournaled saves of attempts that ended with the previous owner cannot become checkpoints.
+            # From now on, no other unjournaled save of an attempt that ended with its owner can become a checkpoint.
             for name in {**event.checkpoints, **event.last_known_steps}:
                 experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
             runs = extend_previous_run(experiment.runs, event.last_seen_at)
@@ -368,10 +368,10 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return the trials with `trial` replaced, and with its clones listed in the trials whose checkpoints they copy.
+    """Return `trials` with the new state of `trial`, and list its clones in the trials whose checkpoints they copy.
 
     Raises:
-        IllegalTransition: no checkpoint or clone keeps the bytes of a new clone, so the bytes may have been deleted.
+        IllegalTransition: the bytes of a new clone may have been deleted, as no checkpoint or other clone keeps them.
     """
     before, trials = trials.get(trial.id), trials.with_trial(trial)
     live, quarantined = trial.checkpoints, trial.quarantined_checkpoints
@@ -395,7 +395,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
 
 
 def _list_stored_refs(trial: Trial) -> Sequence[CheckpointRef]:
-    """Return the checkpoints whose bytes are kept, including quarantined ones, which the owner may be cloning."""
+    """Return the checkpoints whose bytes are kept, including quarantined ones, since the owner may be cloning one."""
     return (*trial.checkpoints, *(quarantined.checkpoint for quarantined in trial.quarantined_checkpoints))
 
 

@@ -21,31 +21,31 @@ _NON_RETRYABLE_CAUSES = frozenset({Cause.IMPORT, Cause.OUT_OF_MEMORY, Cause.BAD_
 
 
 class FailurePolicy(Value):
-    """How often a failed trial is retried, by the kind of failure.
+    """How many times a failed trial is retried, for each kind of failure.
 
     ```python
     failures = pt.FailurePolicy(max_failures=2)
     ```
 
     Args:
-        max_failures: failures of your code that are retried. Default: 0.
-        max_machine_failures: consecutive failures of machines, workers and stores without a commit in between.
+        max_failures: how many failures of your code are retried. Default: 0.
+        max_machine_failures: how many failures of machines, workers and stores are retried; a commit resets the count.
             Default: 10.
-        max_restarts: consecutive restarts of the whole run by automations without a commit or a decision in between.
-            Default: 5.
-        quarantine_after: quarantine the loaded checkpoint after this many crashes before the first step. Default: 3.
+        max_restarts: how many times automations restart the run; a commit or a decision resets the count. Default: 5.
+        quarantine_after: quarantine a checkpoint if this many attempts in a row load it and crash before their first
+            step. Default: 3.
     """
 
-    max_failures: _NonNegativeInt = Field(default=0, description="Failures of your code that are retried.")
+    max_failures: _NonNegativeInt = Field(default=0, description="How many failures of your code are retried.")
     max_machine_failures: _NonNegativeInt = Field(
-        default=10, description="Consecutive failures of machines, workers and stores without a commit in between."
+        default=10,
+        description="How many failures of machines, workers and stores are retried; a commit resets the count.",
     )
     max_restarts: _NonNegativeInt = Field(
-        default=5,
-        description="Consecutive restarts of the whole run by automations without a commit or a decision in between.",
+        default=5, description="How many times automations restart the run; a commit or a decision resets the count."
     )
     quarantine_after: Annotated[int, Field(ge=1), INTEGER_VALIDATOR] = Field(
-        default=3, description="Quarantine the loaded checkpoint after this many crashes before the first step."
+        default=3, description="Quarantine a checkpoint if this many attempts in a row crash before their first step."
     )
 
 
@@ -64,7 +64,7 @@ class QuarantineCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """End the run without failing the trial; a Retry, a Resume or a schedule continues the trial."""
+    """End the run without failing the trial; a Retry, a Resume or a scheduled run continues the trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ FailureDecision: TypeAlias = RetryTrial | QuarantineCheckpoint | EndRun | FailTr
 
 
 def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> FailureDecision:
-    """Decide what follows an attempt that ended by `cause`; the budgets of `trial` already count that attempt."""
+    """Decide what follows an attempt that ended because of `cause`; `trial` already counts this failure."""
     if cause is Cause.PREEMPTED:
         return EndRun()
     if (reason := _no_retry_reason(trial, cause, policy)) is not None:
@@ -104,7 +104,7 @@ def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     None if a trial has reported a second step or completed, or if an error differs. None also while a trial that began
     before the third error still trains its first step.
     """
-    from prefect_tune.core.experiment.trial_transitions import Phase  # imported late, so that flows import no journal
+    from prefect_tune.core.experiment.trial_transitions import Phase  # late, so that flows load no journal modules
 
     started = [trial for trial in trials if trial.attempt]
     errored = [trial for trial in started if trial.phase is Phase.ERRORED]
@@ -136,9 +136,9 @@ def is_machine_budget_spent(trial: Trial, policy: FailurePolicy) -> bool:
 def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
-    True after an error of the import or the stop criterion, which the user may have fixed, and after too many machine
-    failures. False if the last owner vanished, because otherwise a trial that crashes its machine each time would be
-    retried forever, and the search would never finish.
+    True after an error of the import or the stop criterion, which the user may have fixed. Also true after too many
+    machine failures, unless the last one is that the owner vanished: a trial that crashes its machine each time must
+    not be retried forever, since the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True
@@ -146,7 +146,7 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
 
 
 def _no_retry_reason(trial: Trial, cause: Cause, policy: FailurePolicy) -> Reason | None:
-    """Return why the trial is not retried; None if the retry budget for this cause is not spent."""
+    """Return why a failure with this cause is not retried; None if nothing forbids a retry."""
     error = trial.end_reason
     if cause in _NON_RETRYABLE_CAUSES:
         return make_reason("not-retried", cause=cause.value, error=error)

@@ -49,7 +49,7 @@ class Cadence(Value):
 
     @property
     def never_saves(self) -> bool:
-        """Whether a trial saves only when a stop, its report or its scheduler requests it."""
+        """Whether a trial saves only when a stop, its report or its scheduler requests a save."""
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
@@ -96,10 +96,10 @@ class Retention(Value):
 
 
 def find_sequences_to_retire(checkpoints: Sequence[CheckpointRef], policy: Retention) -> tuple[int, ...]:
-    """Return the sequences of the checkpoints that `policy` does not keep; `checkpoints` is oldest first."""
+    """Return the sequences of the `checkpoints` that `policy` does not keep. Pass the oldest checkpoint first."""
     if policy.keeps_all:
         return ()
-    from prefect_tune.core.experiment.summary import rank_checkpoints  # late, so that flows import no journal
+    from prefect_tune.core.experiment.summary import rank_checkpoints  # late, so that flows load no journal modules
 
     kept = {ref.sequence for ref in checkpoints[-(policy.last or 1) :]}
     kept |= {ref.sequence for ref in checkpoints if policy.every and ref.step % policy.every == 0}

@@ -56,7 +56,7 @@ class Stopper(NamedOptions, RenamedMembers, ABC):
         """Return why the trial stops after the last of `reports`; None to continue."""
 
     def __or__(self, other: StopCriteria) -> Stopper:
-        """Return a stopper that stops as soon as one of the two does; `other` can also be limits or a function."""
+        """Return a stopper that stops as soon as this one or `other` does; `other` can also be limits or a function."""
         return AnyOf((self, as_stopper(other)))
 
 
@@ -158,7 +158,7 @@ class Plateau(Stopper):
 
 @dataclass(frozen=True, slots=True)
 class _MetricLimits(Stopper):
-    """Stop once a reported value is at or above its limit, like Ray's `stop`; `step` means the step's number."""
+    """Stop once a reported value reaches its limit, like Ray's `stop`; the name `step` stands for the step's number."""
 
     limits: tuple[tuple[str, float], ...]
     needs_history = False
@@ -216,7 +216,7 @@ def as_stopper(stop: StopCriteria) -> Stopper:
         return AnyOf(tuple(map(as_stopper, stop)))
     if callable(stop) and not isinstance(stop, type):
         if signature := describe_signature_mismatch(stop, 1):
-            raise InvalidInput(f"stop: expected a function of one argument, the metrics of a step, found {signature}")
+            raise InvalidInput(f"stop: expected a function of one argument (the metrics of a step), found {signature}")
         return _StopFunction(stop)
     raise InvalidInput(f"stop={stop!r}: expected {{'step': 100}} or other limits, a function, or a stopper")
 
@@ -251,18 +251,18 @@ def _as_timedelta(value: object, where: str) -> timedelta:
             time = timedelta(seconds=time)
     if isinstance(time, timedelta) and time > timedelta(0):
         return timedelta(days=time.days, seconds=time.seconds, microseconds=time.microseconds)
-    raise InvalidInput(f"{where}: expected a positive number of seconds or timedelta, found {short_repr(value)}")
+    raise InvalidInput(f"{where}: expected a positive timedelta or number of seconds, found {short_repr(value)}")
 
 
 def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
-    """Return the limits by metric; the stopper stops at or above a limit. `step` means the step's number."""
+    """Return the limits by metric, at or above which the stopper stops; `step` stands for the step's number."""
     if isinstance(stopper, AnyOf):
         return {name: limit for part in stopper.stoppers for name, limit in collect_metric_limits(part).items()}
     return dict(stopper.limits) if isinstance(stopper, _MetricLimits) else {}
 
 
 def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
-    """Convert the only field of a stopper to a plain value; raise unless it is a positive whole number."""
+    """Convert a stopper's only field, whose value is `count`, to a Python int; raise unless `count` is an int >= 1."""
     convert_scalar_fields(stopper)
     if not is_integer_at_least(to_plain_scalar(count), 1):
         name = type(stopper).__name__
@@ -270,7 +270,7 @@ def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: o
 
 
 def _convert_plateau_fields(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
-    """Convert the fields to plain values; raise unless `std` is at least 0 and the whole numbers meet `minimums`."""
+    """Convert the fields to Python values; raise unless `std` >= 0 and those in `minimums` are integers in range."""
     convert_scalar_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
     if not (is_number_at_least(stopper.std, 0) and are_integers):
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(RenamedMembers, ABC):
-    """The state of an experiment's stopper. A running search and a replay make the same calls. Calls must be fast."""
+    """The state of an experiment's stopper. A replay repeats the calls of the running search. Calls must be fast."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -395,7 +395,7 @@ class CompositeState(StopperState):
             state.on_trial_ended(trial, report, failed=failed)
 
     def verdict(self) -> StopperDecision:
-        """Return the first `StopExperiment`, otherwise the first `StopProposing`, otherwise None."""
+        """Return the first `StopExperiment`; if there is none, the first `StopProposing`; None if all continue."""
         verdicts = [verdict for state in self.states if (verdict := state.verdict())]
         return next(
             (verdict for verdict in verdicts if isinstance(verdict, StopExperiment)), next(iter(verdicts), None)
@@ -469,8 +469,8 @@ class _TrialBudgetState(StopperState):
 class TimeBudget(ExperimentStopper):
     """End the experiment after this training time, summed over its trials and over all of its runs.
 
-    The journal gets a trial's time when the trial commits a checkpoint or ends, and every `sync_period`. Lost steps
-    that are trained again count once. A plain number means seconds. See `MaxSteps`.
+    A trial's time is counted when the trial commits a checkpoint or ends, and every `sync_period`. Lost steps that are
+    trained again count once. A plain number means seconds. See `MaxSteps`.
     """
 
     time: timedelta = field(metadata={"example": 3600, "json": "seconds"})
@@ -510,7 +510,7 @@ class ExperimentPlateau(ExperimentStopper):
 
     Args:
         metric: the metric to compare. Default: the first metric of the search's objective.
-        mode: `min` or `max`, for `metric`.
+        mode: `min` or `max`; used only with `metric`.
     """
 
     metric: str | None = None
@@ -536,14 +536,14 @@ class _ExperimentPlateauState(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """The number of finished trials in a row, up to the newest, after which the best losses were about equal."""
+    """The number of finished trials in a row, with the newest, after each of which the best losses were about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:
             self.sorted_losses.remove(loss)
 
     def on_trial_ended(self, trial: TrialId, report: StepReport | None, *, failed: bool) -> None:
-        from prefect_tune.core.experiment.summary import compute_losses  # here, so that flows do not load the journal
+        from prefect_tune.core.experiment.summary import compute_losses  # late, so that flows load no journal modules
 
         losses = compute_losses(report.metrics, self.objective) if report and not failed else None
         if losses is None:

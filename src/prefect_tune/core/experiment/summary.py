@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # Rank trials by their last report, or by other reports if the caller passes a scope.
 #
 # The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. A comparison by the
-# best of all reports would favour noisy and long trials, and require the learning curves; the best report may have no
-# checkpoint. Retention also uses `rank_checkpoints`, which ranks checkpoints by the reports that were saved with them.
+# best of all reports would favour noisy and long trials, would need the learning curves, and could choose a report that
+# has no checkpoint. Retention, too, uses `rank_checkpoints`, which compares the reports saved with the checkpoints.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
 """In Ray Tune's words, the reports by which trials are compared: the last one, the best of all, or a mean."""
@@ -41,16 +41,16 @@ def format_best_label(objective: Objective) -> str:
 
 
 def validate_scope(scope: Scope) -> Scope:
-    """Return `scope`. Raises `InvalidInput` if it is not a scope."""
+    """Return `scope`. Raises `InvalidInput` if `scope` is none of the values of `Scope`."""
     if scope in get_args(Scope):
         return scope
     raise InvalidInput(f"scope {scope!r}: expected one of {', '.join(map(repr, get_args(Scope)))}")
 
 
 def score_reports(reports: Sequence[Mapping[str, object]], objective: Objective, scope: Scope) -> Losses | None:
-    """Return a trial's score from the metrics of its reports; None if no report has all metrics.
+    """Return a trial's score from the metrics of its reports; None if no report has all metrics of the objective.
 
-    A report without numbers for all metrics is skipped. If the last report is skipped, scope `last` gives None.
+    A report without a number for each metric is skipped. If the last report is skipped, scope `last` gives None.
     """
     scores = [losses for metrics in reports if (losses := compute_losses(metrics, objective)) is not None]
     if not scores or scope == "last":
@@ -70,7 +70,7 @@ def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losse
 
 
 def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return the trials whose last reports are comparable, best first; equal trials keep their order.
+    """Return the trials whose last reports have all metrics, and the losses, best first; equal trials keep their order.
 
     A trial that has its last report from a clone comes after equal trials. Without an objective, the list is empty.
     """
@@ -86,14 +86,14 @@ def sort_by_losses(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[
 
 
 def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
-    """Return the checkpoints whose report has the metrics, best first; equal checkpoints keep their order."""
+    """Return the checkpoints whose report has the objective's metrics, best first; equal ones keep their order."""
     return [ref for ref, _ in sort_by_losses((ref, compute_losses(ref.metrics, objective)) for ref in checkpoints)]
 
 
 def find_pareto_front(scores: Iterable[tuple[_Item, Losses]]) -> list[_Item]:
-    """Return the Pareto front, the items that no other item dominates, sorted by the first metric, best first.
+    """Return the Pareto front (the items that no other item dominates), sorted by the first metric, best first.
 
-    An item dominates another if it is as good in every metric, and better in one. So no item dominates an equal one.
+    One item dominates another if it is at least as good in every metric, and better in one. Equal items do not.
     """
     optimal: list[tuple[_Item, Losses]] = []
     for item, losses in sort_by_losses(scores):  # all items that dominate this one come earlier
@@ -132,9 +132,9 @@ def list_exploits(entries: Iterable[Entry], trial: str) -> Sequence[ExploitRecor
 
 
 def find_checkpoint_config(entries: Iterable[Entry], trial: str, sequence: int) -> Mapping[str, object]:
-    """Return a trial's configuration at its checkpoint with this sequence; exploits may have changed it since.
+    """Return a trial's configuration at its checkpoint `sequence`; later exploits may have changed the configuration.
 
-    A clone has the configuration with which the trial continues from the clone.
+    If the checkpoint is a clone, return the configuration with which the trial continues from it.
     """
     config: Mapping[str, object] = {}
     for event in _iter_config_events(entries, trial):
@@ -162,7 +162,7 @@ class LearningCurves:
         self.report_count = 0
         """The number of reports added so far, including repeated steps."""
         self.attempts: dict[str, int] = {}  # by trial: the number of the last attempt that began
-        self.clones: dict[str, int] = {}  # by trial: the sequence of the last checkpoint that an exploit cloned
+        self.clones: dict[str, int] = {}  # by trial: the sequence of its last clone
         for entry in entries:
             self.add_entry(entry)
 
@@ -198,7 +198,7 @@ _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def may_have_several_trials(state: Experiment) -> bool:
-    """Return whether `state` can have several trials; a training of `durable_trainable` has one, and no settings."""
+    """Return whether `state` can have several trials; `durable_trainable` trains one trial, and stores no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
@@ -297,7 +297,7 @@ def format_recomputed_steps(steps: int, *, at_least: bool) -> str:
 
 
 def format_trial_html(trial: Trial) -> str:
-    """Return a trial for a notebook, with its history, its newest checkpoint and its whole error."""
+    """Return a trial as HTML for a notebook, with its history, its newest checkpoint and its whole error."""
     seconds = "" if trial.measured_seconds is None else f" in {trial.measured_seconds:,.1f} s"
     attempts = f", {pluralize(trial.attempt, 'attempt', 'attempts')}" if trial.attempt > 1 else ""
     steps = format_recomputed_steps(trial.recomputed_steps, at_least=trial.recomputed_is_lower_bound)

@@ -1,7 +1,7 @@
 """A trial: its state as a frozen value, queries on this state, and its transitions.
 
 `NEXT_PHASE` is the table of the legal changes of phase; `apply_trial_event` is the pure function that applies an event.
-Snapshots store the phase. Tables, reports and events show a `Status`, in the words of Optuna and Ray.
+Snapshots store the phase. Tables, HTML reports and Prefect events show a `Status`, mostly in words of Optuna or Ray.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ ENDED_PHASES = frozenset({Phase.FINISHED, Phase.ERRORED})
 
 
 class Status(StrEnum):
-    """The status of a trial, in the order of tables and counts."""
+    """The status of a trial. Tables and counts list the statuses in this order."""
 
     COMPLETED = "completed"
-    """It met its stop criterion or trained all steps of the scheduler, or its trainable returned."""
+    """It met its stop criterion or reached the `max_t` of the scheduler, or its trainable returned."""
     PRUNED = "pruned"
     """The scheduler ended it early."""
     INTERRUPTED = "interrupted"
-    """It ended early, but not by its scheduler: its run was stopped, suspended or killed, its attempt failed and will
-    be retried, or a stop request ended it. A resume continues the trial, except after a stop request."""
+    """It ended early, but not by its scheduler. Its run was stopped, suspended or killed; or its attempt failed and
+    will be retried; or a stop request ended it. A resume continues the trial, except after a stop request."""
     ERRORED = "errored"
-    """It failed, and its retries are spent."""
+    """It failed and will not be retried: its retries are spent, or its failure is of a kind that is never retried."""
     RUNNING = "running"
     """It is training."""
     PAUSED = "paused"
-    """It gave up its slot; the scheduler may resume it."""
+    """It gave up its slot, and waits until the scheduler resumes or ends it."""
     PENDING = "pending"
     """It waits for a slot."""
 
@@ -92,7 +92,7 @@ _STATUS_OF_FINISH_KIND: Mapping[FinishKind | None, Status] = {
 
 
 class ReplayEvent(Value):
-    """An event that a resume replays to the search and the scheduler; `order` numbers the events of all trials."""
+    """An event that a resume replays to the search and the scheduler; `order` is its number among all such events."""
 
     order: int
     kind: Literal["added", "decided", "resumed", "ended"]
@@ -106,22 +106,22 @@ class ReplayEvent(Value):
 
 
 class Clone(Value):
-    """Another trial's clone of one of this trial's checkpoints."""
+    """A clone of this trial's checkpoint (`step`, `sequence`), in another trial or in this one; see `Trial.clones`."""
 
     step: int
     sequence: int
     trial: TrialId
-    """The other trial."""
+    """The trial that has the clone."""
     clone_sequence: int
-    """The sequence of the clone in the other trial."""
+    """The sequence of the clone in that trial."""
 
 
 class Trial(RenamedMembers, Value):
     """A configuration and its training, up to the journal's last entry.
 
-    For users: its name `id`, its `config` and `status`, the `metrics` of its newest `step`, its `checkpoints`
-    (`results.checkpoint` opens the newest), the `reason` of its end, the number of its attempts (`attempt`), and
-    `trained_seconds`. The search needs the other fields to continue the trial.
+    Fields for users: the name `id`, the `config` and `status`, the `metrics` of the newest `step`, the `checkpoints`
+    (`results.checkpoint` opens the newest), the `reason` of the end, the number of attempts (`attempt`), and
+    `trained_seconds`. prefect-tune itself needs the other fields, for example to continue the trial.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {"trial": "id", "wasted_steps": "recomputed_steps"}
@@ -134,9 +134,9 @@ class Trial(RenamedMembers, Value):
     phase: Phase = Phase.PENDING
     """The phase, from which `status` is made."""
     attempt: int = 0
-    """The number of the last attempt that has begun; a launched attempt counts from its `AttemptStarted` on."""
+    """The number of the last attempt that has begun; a launched attempt counts only after its `AttemptStarted`."""
     step: int = 0
-    """The newest reported step, without steps that were lost."""
+    """The newest reported step. The start of an attempt resets it to the step of the restored checkpoint, or to 0."""
     metrics: Mapping[str, Any] = Field(default_factory=dict)
     """The metrics of `step`."""
     trained_seconds: float = 0.0
@@ -148,25 +148,25 @@ class Trial(RenamedMembers, Value):
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
     """The quarantined checkpoints that were committed and are not retired; they can still be reinstated."""
     lost_checkpoint_count: int = 0
-    """The number of committed checkpoints that are quarantined; if no live checkpoint is left, all progress is lost."""
+    """How many checkpoints were quarantined and not reinstated. If any were, no supervisor starts from scratch."""
     next_sequence: int = 1
-    """The sequence of the next save; each save, attempt, and event that invalidates running saves increments it."""
+    """The sequence of the next save. Saves, retries, and events that invalidate running saves increase it."""
     adopted_up_to: int = 1
-    """If a manifest with a lower sequence is not journaled, it is abandoned, and never becomes a checkpoint."""
+    """A save with a sequence below this number never becomes a checkpoint, unless it is journaled already."""
     collected_up_to: int = 0
-    """The first sequence after the last retirement; earlier blobs are reusable only while a checkpoint names them."""
+    """The first sequence after the last retirement. Older blobs are reused only if the newest checkpoint has them."""
     clones: tuple[Clone, ...] = ()
-    """Other trials' clones of its checkpoints. The bytes of a cloned checkpoint stay, even if it is retired here."""
+    """The clones of its checkpoints, in all trials. Their bytes stay, even if this trial retires the checkpoints."""
     trainable_failures: int = 0
     """Failures of the user's code since the trial was added or requeued."""
     machine_failures: int = 0
     """Failures of the machine since the last commit."""
     consecutive_start_failures: int = 0
-    """The number of attempts in a row, with the same checkpoint or none, that crashed before their first step."""
+    """How many attempts in a row crashed before their first step, all from the same checkpoint or all from scratch."""
     quarantined_since_commit: int = 0
-    """The number of checkpoints quarantined since the last commit because they crashed the trainable."""
+    """The number of checkpoints that were quarantined since the last commit because they crash the trainable."""
     restored_sequence: int | None = None
-    """The sequence that the last attempt restored; None if it started without a checkpoint."""
+    """The sequence of the checkpoint that the last attempt restored; None if it restored none."""
     last_clone_sequence: int | None = None
     """The sequence of the last clone from which the trial continued."""
     recomputed_steps: int = 0
@@ -174,7 +174,7 @@ class Trial(RenamedMembers, Value):
     recomputed_is_lower_bound: bool = False
     """Whether `recomputed_steps` may be too low, because an owner vanished together with an attempt's last reports."""
     last_known_step: int | None = None
-    """The last step that the attempt of a vanished owner is known to have trained; for `recomputed_steps`."""
+    """The last step that the attempt of a vanished owner is known to have trained; used for `recomputed_steps`."""
     last_known_seconds: float = 0.0
     """The training time up to `last_known_step`; 0 if unknown. Only the cost depends on this time."""
     is_owner_lost: bool = False
@@ -186,17 +186,17 @@ class Trial(RenamedMembers, Value):
     finish_kind: FinishKind | None = None
     """How the trial finished; None if it has not finished."""
     outbox: int | None = None
-    """The number of the open outbox, for posts of another machine; None before a launch and after an attempt's end."""
+    """The number of the open outbox, to which an attempt on another machine posts; None if no outbox is open."""
     outbox_count: int = 0
     """The number of outboxes so far, which is also the number of the last outbox, open or closed."""
     last_post: int = 0
-    """The last journaled post of the open outbox."""
+    """The number of the newest journaled post of the last outbox; 0 if there is none."""
     launch_term: int = 0
     """The term of the owner that launched the attempt of the last outbox."""
     supervisor: Owner | None = None
-    """The process that supervises its last attempt, on another machine; None if the journal's owner does."""
+    """The process on another machine that supervises its last attempt; None if the journal's owner supervises it."""
     original_config: Mapping[str, object] | None = None
-    """The configuration with which the trial was added, if it has exploited another trial since; None otherwise."""
+    """The configuration with which the trial was added; None if the trial has never continued from a clone."""
     pending_exploit: Exploit | None = None
     """An exploit that the scheduler decided and the trial has not carried out yet."""
     policy_events: tuple[ReplayEvent, ...] = ()
@@ -215,7 +215,7 @@ class Trial(RenamedMembers, Value):
 
     @property
     def retry_cause(self) -> Cause | None:
-        """The cause of its last attempt's end, while it waits for the next attempt to begin; None at other times."""
+        """The cause of the last attempt's end, while the trial waits for its next attempt; None at other times."""
         return self.cause if self.phase is Phase.PENDING else None
 
     @property
@@ -225,7 +225,7 @@ class Trial(RenamedMembers, Value):
 
     @property
     def has_inherited_report(self) -> bool:
-        """Whether the last report is that of a cloned checkpoint, since the trial has not reported after the clone."""
+        """Whether the last report came with a cloned checkpoint: the trial has not reported a step after the clone."""
         newest = newest_checkpoint(self)
         return newest is not None and (newest.sequence, newest.step) == (self.last_clone_sequence, self.step)
 
@@ -254,7 +254,7 @@ class Trial(RenamedMembers, Value):
 
     def _repr_html_(self) -> str:
         """Return the trial for a notebook, with its history, its newest checkpoint and its whole error."""
-        from prefect_tune.core.experiment.summary import format_trial_html  # late, since `summary` imports this module
+        from prefect_tune.core.experiment.summary import format_trial_html  # imported late, to avoid an import cycle
 
         return format_trial_html(self)
 
@@ -302,7 +302,7 @@ def list_live_checkpoint_keys(folder: TrialKey, trial: Trial) -> list[Checkpoint
 
 
 def is_live_checkpoint(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is a live checkpoint of `trial`, or the origin of a live clone."""
+    """Return whether `key` is a live checkpoint of `trial`, or the origin of one of the trial's live clones."""
     return any(_is_stored_as(trial, ref, key) for ref in trial.checkpoints)
 
 
@@ -318,7 +318,7 @@ def _is_stored_as(trial: Trial, ref: CheckpointRef, key: CheckpointKey) -> bool:
 
 
 def is_kept_by_clones(trial: Trial, key: CheckpointKey) -> bool:
-    """Return whether `key` is no longer live in `trial`, but another trial has a clone of it."""
+    """Return whether `key` is no longer live in `trial`, but a trial has a clone of it."""
     has_clone = any((clone.step, clone.sequence) == (key.step, key.sequence) for clone in trial.clones)
     return has_clone and not is_live_checkpoint(trial, key)
 
@@ -326,8 +326,8 @@ def is_kept_by_clones(trial: Trial, key: CheckpointKey) -> bool:
 def is_deletable_checkpoint(state: Trial, key: CheckpointKey) -> bool:
     """Return whether the bytes of `key` may be deleted, now and at any later time.
 
-    True if it is not live, not quarantined, has no clone, and its save began before the last retirement in `state`.
-    Then these bytes cannot be reused or cloned later, either here or by a process that takes over during the deletion.
+    True if the checkpoint is not live, not quarantined and without clones, and its save began before the last
+    retirement in `state`. Then neither this process nor one that takes over during the deletion can reuse or clone it.
     """
     in_use = is_quarantined_checkpoint(state, key) or is_live_checkpoint(state, key) or is_kept_by_clones(state, key)
     return not in_use and key.sequence < state.collected_up_to
@@ -348,9 +348,9 @@ def predates_quarantine(trial: Trial, sequence: int) -> bool:
 
 
 def min_reusable_sequence(trial: Trial) -> int:
-    """Return the first sequence whose blobs the next save may reuse even if no live checkpoint refers to them.
+    """Return the sequence from which on the next save may reuse blobs that no live checkpoint refers to.
 
-    Blobs of saves before the last retirement may be deleted at any time; blobs older than a quarantine may be damaged.
+    Blobs of saves before the last retirement can vanish at any time; blobs older than a quarantine may be damaged.
     """
     return max((trial.collected_up_to, *(quarantined.since for quarantined in trial.quarantined_checkpoints)))
 
@@ -358,8 +358,8 @@ def min_reusable_sequence(trial: Trial) -> int:
 def can_commit_save(trial: Trial, sequence: int) -> bool:
     """Return whether the save with this sequence can still become a checkpoint of `trial`.
 
-    False if the save began before the last retirement, since blobs that it reuses may have been deleted. Also False if
-    this or a later save is journaled, or if the save is of an earlier attempt: the trial has continued without it.
+    False if the save began before the last retirement, because blobs that it reuses may have been deleted. Also False
+    if this save is already journaled, or if the trial has continued without it: with a later save or another attempt.
     """
     last_sequence = max((*(ref.sequence for ref in trial.checkpoints), *trial.quarantined_sequences), default=0)
     return sequence > last_sequence and sequence >= max(trial.adopted_up_to, trial.collected_up_to)
@@ -383,11 +383,11 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     (Phase.RUNNING, TrialPaused): Phase.PAUSED,
     (Phase.PAUSED, TrialResumed): Phase.PENDING,
     (Phase.PAUSED, TrialFinished): Phase.FINISHED,
-    # A decision can follow the end of the attempt that reported the milestone; a trial can also resume without a pause.
+    # A pause can be decided after the attempt's end. A trial resumes without a pause if no other trial needs its slot.
     (Phase.PENDING, TrialPaused): Phase.PAUSED,
     (Phase.PENDING, TrialResumed): Phase.PENDING,
     (Phase.RUNNING, TrialResumed): Phase.RUNNING,
-    # In a new fork, no process trains the trial.
+    # In a new fork, no process trains the trial, so it is pending.
     (Phase.RUNNING, ExperimentForked): Phase.PENDING,
 }
 _PHASE_CHANGING_EVENTS = frozenset(event for _, event in NEXT_PHASE)
@@ -401,7 +401,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
     """Return the trial after `event`, which `writer` journaled.
 
     Raises:
-        IllegalTransition: the event cannot occur in this phase of the trial.
+        IllegalTransition: the event cannot occur in this state of the trial.
     """
     phase, is_running = NEXT_PHASE.get((trial.phase, type(event))), trial.phase is Phase.RUNNING
     if (
@@ -438,7 +438,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
 
 
 def apply_report(trial: Trial, report: StepReport | None) -> Trial:
-    """Return the trial with `report`, even if it is not journaled yet; unchanged if the report is not newer."""
+    """Return the trial after `report`, which need not be journaled yet; an old report leaves the trial unchanged."""
     if report is None or report.step <= trial.step:
         return trial
     return trial.model_copy(update=dict(report))
@@ -465,9 +465,9 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
 
 
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
-    """Return the trial of a fork. On the target, the fork has only the checkpoints in `forked`, and clones of them.
+    """Return the trial of a fork. Its only checkpoints are those in `forked`: copies, and clones of copied checkpoints.
 
-    The fork continues the sequences. As after a retirement, it never commits a save that began in the original.
+    Its sequences continue those of the origin. As after a retirement, a save that began in the origin is not committed.
     """
     return trial.model_copy(
         update={
@@ -570,7 +570,7 @@ def _apply_outbox_event(trial: Trial, event: AttemptLaunched | PostReceived | Ou
             return trial.model_copy(update={"outbox": None})
         case _:
             raise IllegalTransition(
-                f"trial {trial.id!r}: {event!r} cannot follow outbox {trial.outbox} at post {trial.last_post}; "
+                f"trial {trial.id!r}: {event!r} cannot follow post {trial.last_post} of outbox {trial.outbox}; "
                 f"the last outbox is {trial.outbox_count}"
             )
 
@@ -586,7 +586,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
-            # Later saves must not reuse the blobs, which may be damaged. A quarantine by the owner ends running saves.
+            # Later saves must not reuse blobs that may be damaged. The owner's quarantine invalidates running saves.
             limit = trial.next_sequence + 1
             changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
             if writer == "owner" and not event.by_non_owner:
@@ -601,7 +601,7 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
 
     If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
     quarantined too, and the supervisor saves again. An attempt on another machine does not learn of the quarantine, so
-    its commits retire nothing; those of the next attempt do, since that attempt has verified a checkpoint at its start.
+    its commits retire nothing. The next attempt verifies a checkpoint at its start, so its commits retire checkpoints.
     """
     sequence = event.checkpoint.sequence
     committed = _add_saved_checkpoint(trial, event.checkpoint, event.seconds)
@@ -650,7 +650,7 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
             f"checkpoints {list(trial.quarantined_sequences)}, the last retirement ({trial.collected_up_to}) and "
             f"earlier attempts ({trial.adopted_up_to})"
         )
-    # `next_sequence` may already be higher: a supervisor with an older state has chosen the save's sequence.
+    # `next_sequence` may already be higher, because a supervisor chose the save's sequence from an older state.
     next_sequence = max(trial.next_sequence, checkpoint.sequence + 1)
     return trial.model_copy(update={"checkpoints": (*trial.checkpoints, checkpoint), "next_sequence": next_sequence})
 
@@ -685,7 +685,7 @@ def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since
 
 
 def _reinstate_checkpoint(trial: Trial, sequence: int) -> Trial:
-    """Insert a quarantined checkpoint again, in order. If it is then the newest, the next attempt starts from it."""
+    """Put a quarantined checkpoint back in its place. If it is then the newest one, the next attempt starts from it."""
     quarantined = trial.quarantined_checkpoints
     refs = [item.checkpoint for item in quarantined if item.checkpoint.sequence == sequence]
     return trial.model_copy(

@@ -1,8 +1,8 @@
 """Read and append the numbered entries of a journal; each entry is created only if absent, which fences older owners.
 
-The idea: the state of an experiment is the fold of the entries 1, 2, 3 … Each entry is one object, created only if its
-number is free, and holds the digest of the previous entry. So the target itself decides which of two writers is first.
-This works for any number of processes that do not know of each other, without locks, leases or clocks.
+The idea: the state of an experiment is the fold of its entries, which are numbered from 1. Each entry is one object,
+created only if its number is free, and holds the digest of the previous entry. So the target itself decides which of
+two writers is first. Processes need not know of each other, and there are no locks, leases or clocks.
 
     owner 1     1 OwnerChanged ─ 2 ─ 3 ─ 4     5 refused: owner 2 has written it → Superseded, owner 1 stops
     owner 2                              └─▶ 5 OwnerChanged ─ 6 ─ 7 …
@@ -10,16 +10,16 @@ This works for any number of processes that do not know of each other, without l
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
   (`acquire_ownership`). Nothing renews ownership. An owner learns that it was replaced when its next entry is refused.
-- **Non-owners** (quarantine and retirement by another process) append only `NonOwnerEvent`, with `append_as_non_owner`;
-  each entry names its kind of writer. An owner that finds such an entry applies it, and appends after it.
+- **Non-owners** append only `NonOwnerEvent`, to quarantine or retire checkpoints, with `append_as_non_owner`. The field
+  `writer` marks their entries. An owner that finds such an entry applies it, and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. That
-  try succeeded if the entry has the same bytes, or (`acquire_ownership`) if the owner's first entry has its write id.
+  try succeeded if the entry has the same bytes. `acquire_ownership` looks for its write id in the term's first entry.
 - **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
   it, that entry 1 still exists: see `generations`.
-- **Order.** An entry is durable before its effect; replies to trials and deletions of bytes come after `append_events`.
+- **Order.** An entry is durable before its effect: trials are answered, and bytes deleted, only after `append_events`.
 
-Never: replace or delete an entry, except with its whole experiment; write an entry after a missing entry (the folder of
-an unmounted disk would accept it); treat an unknown outcome as success or failure.
+Never replace an entry. Never delete an entry without its experiment. Never write an entry after a missing one, because
+the folder of an unmounted disk would accept it. Never treat an unknown outcome as success or failure.
 
 A snapshot is a cache of this fold. A snapshot that does not match the entries is discarded.
 """
@@ -85,7 +85,7 @@ def _read_required(store: ObjectStore, path: str) -> Buffer:
 
 
 def decode_entry(data: Buffer, path: str) -> Entry:
-    """Return the entry at `path`; raise JournalCorrupt if it is damaged or has another number."""
+    """Return the entry at `path`; raise JournalCorrupt if it is damaged, or if its number is not that of the path."""
     entry = unseal(Entry, data, path, JournalCorrupt)
     if entry.number != document_number(path.rpartition("/")[0], path):
         raise JournalCorrupt(f"{path}: holds entry {entry.number}")
@@ -93,10 +93,10 @@ def decode_entry(data: Buffer, path: str) -> Entry:
 
 
 def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[tuple[Entry, Digest]]:
-    """Yield the entries after `after`. Read on until a number has no entry, because a listing may be stale."""
+    """Yield the entries after number `after`. A listing may be stale, so read on until a number has no entry."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
-    # A generator, because a foreign file with a huge number must not cause a list of as many paths.
+    # `paths` is a generator, so that a foreign file with a huge number does not cause a list of as many paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
         yield decode_entry(data, path), hash_bytes(data)
@@ -126,25 +126,25 @@ def read_entries(store: ObjectStore, journal: JournalKey, after: int = 0) -> Seq
 
 
 def read_entry_if_exists(store: ObjectStore, journal: JournalKey, number: int) -> Entry | None:
-    """Return entry `number`, None if it does not exist; raise JournalCorrupt if it is damaged. Sends one request."""
+    """Return entry `number`, or None if it does not exist; raise JournalCorrupt if it is damaged. Sends one request."""
     path = journal.entry_path(number)
     return None if (data := _read_if_exists(store, path)) is None else decode_entry(data, path)
 
 
 def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
-    """Return the fold of the journal's entries; the empty experiment for an empty journal.
+    """Return the experiment: the fold of the journal's entries. An empty journal gives an empty experiment.
 
-    Read the newest readable snapshot and the entries after it, or all entries if these do not continue the snapshot.
+    Read only the newest readable snapshot and later entries; if these do not continue the snapshot, read all entries.
 
     Raises:
-        JournalCorrupt: an entry is missing or altered, or its events cannot follow the earlier ones.
+        JournalCorrupt: an entry is missing or altered, or has events that cannot follow the earlier ones.
         Superseded: the experiment was deleted, and only parts of its journal remain.
         UnknownVersion: a newer prefect-tune wrote an entry.
     """
     snapshot, unusable = None, set[int]()
     while snapshot is None and (numbers := [n for n in list_snapshot_numbers(store, journal) if n not in unusable]):
         snapshot = read_snapshot(store, journal, numbers[0])
-        unusable.add(numbers[0])  # damaged, or deleted because a newer one exists: list again
+        unusable.add(numbers[0])  # if it is damaged, or was deleted after a newer one was written, list again
     if snapshot is not None:
         with suppress(JournalCorrupt):
             return _apply_newer_entries(store, snapshot)
@@ -189,7 +189,7 @@ def append_events(store: ObjectStore, experiment: Experiment, events: Sequence[E
     """Write the next entry, and return the experiment after it. The entry is durable when this returns.
 
     The events are applied in the form that a reader will see (a tuple in a config becomes a list), so that this run
-    and a later resume see the same values. Entries that non-owners have added since `experiment` are applied first.
+    and a later resume see the same values. Entries of non-owners that follow `experiment` are applied first.
 
     Raises:
         InvalidInput: an event holds a value that JSON cannot represent or read back; nothing was written.
@@ -214,7 +214,7 @@ def append_as_non_owner(
     """Add an entry to the journal without becoming its owner; return the experiment after the entry.
 
     `events_for` gets the state after the last entry, and returns the events to write, or none; its errors propagate.
-    If another writer was faster, `events_for` is called again, so no entry comes between this state and the events.
+    If another writer was faster, `events_for` is called again, so its events directly follow the state that it got.
 
     Raises:
         StoreRefused: there are events to write, but the target supports only one writer (see `has_conditional_create`).
@@ -272,7 +272,7 @@ def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
     """Require that the first entry exists; if it does not, delete `created`, which is an entry or a post, and raise.
 
     A deletion deletes the first entry before anything else. So if the first entry still exists, no deletion had begun
-    when `created` was written; and the path is on the experiment's disk, not in the empty folder of an unmounted disk.
+    when `created` was written. It also means that `created` is not in the empty folder of an unmounted disk.
     """
     first = key.entry_path(1)
     try:
@@ -280,7 +280,7 @@ def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
             return
         require_not_deleted(store, key)
     except Superseded:
-        with suppress(StoreUnavailable, StoreRefused):  # if this fails, maintenance deletes it
+        with suppress(StoreUnavailable, StoreRefused):  # if the deletion fails, maintenance deletes the object
             store.delete([created])
         raise
     except (StoreUnavailable, StoreRefused) as error:
@@ -306,15 +306,15 @@ def acquire_ownership(
     """Make `owner` the owner of the experiment: write an entry that begins a new term.
 
     The entry also holds the events that `events_for` returns for the state before the new term. If `loaded` is an
-    earlier state, only its last entry is checked, and only later entries are read. If `loaded` has no entries (see
-    `make_empty_experiment`), the journal is read only if another process has written to it.
+    earlier state, only later entries are read; if there are none, its last entry is checked. If `loaded` has no entries
+    (see `make_empty_experiment`), the journal is read only if another process has written to it.
 
-    In a race with the present owner, or with another new owner, this function reads the new entries and tries the next
-    number. The last process to write `OwnerChanged` is the owner, and the next write of every other process fails.
+    If the present owner or another new owner writes an entry first, this function reads it and tries the next number.
+    The last process to write `OwnerChanged` is the owner, and the next write of every earlier owner fails.
 
     Raises:
         ResumeFailed: the experiment is being deleted, and `events_for` does not continue that deletion.
-        Superseded: in 16 tries, another run took ownership first.
+        Superseded: in each of 16 tries, another owner wrote an entry first; or the experiment was deleted.
     """
     lost_race: Superseded | None = None
     for _ in range(_MAX_RACES):
@@ -378,9 +378,9 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 # line of a snapshot is JSON that holds the experiment without its trials; a line for each trial follows. The interval
 # between two snapshots grows with the experiment, so that writing snapshots costs about as much as writing the entries.
 #
-# Only the entries count; a snapshot that is lost, damaged, or of another history or version only costs time. So any
-# process may write it late, twice or never, and failures of a write are ignored. A reader uses a snapshot only if it
-# has the digest of its entry, since a deleted experiment of the same name may have left a snapshot of other entries.
+# Only the entries count: if a snapshot is lost, damaged, of other entries or of another version, reading only takes
+# longer. So any process may write a snapshot late, twice or never, and a failed write is ignored. A reader compares the
+# digest in a snapshot with its entry, because an experiment that was deleted by hand may have left the snapshot.
 
 _TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200
@@ -399,7 +399,7 @@ class _SnapshotHeader(Document):
 
 
 def compute_snapshot_interval(experiment: Experiment) -> int:
-    """Return the number of entries between snapshots: 200, 400, 800 … for up to 1600, 3200, 6400 … trials."""
+    """Return the number of entries between two snapshots: 200 for up to 1600 trials, 400 for up to 3200, and so on."""
     interval = _MIN_SNAPSHOT_INTERVAL
     while interval * _TRIALS_PER_ENTRY < len(experiment.trials):
         interval *= 2
@@ -413,14 +413,14 @@ def is_snapshot_due(experiment: Experiment, count_before: int) -> bool:
 
 
 def is_final_snapshot_due(experiment: Experiment) -> bool:
-    """Return whether a resume would read 200 or more entries after the regular snapshot; False for <= 1600 trials."""
+    """Return whether a resume would read 200 or more entries after the newest snapshot; False for up to 1600 trials."""
     return experiment.entry_count % compute_snapshot_interval(experiment) >= _MIN_SNAPSHOT_INTERVAL
 
 
 def write_snapshot(store: ObjectStore, experiment: Experiment) -> None:
     """Write the snapshot of `experiment`, and delete earlier snapshots; errors of the target are ignored.
 
-    Calls may be late, repeated, in any order, in another thread, and in several processes.
+    It may be called late, repeatedly, in any order, in any thread, and in several processes.
     """
     key, number = experiment.key, experiment.entry_count
     if len(data := encode_snapshot(experiment)) > MAX_DOCUMENT_BYTES:
@@ -447,7 +447,7 @@ def encode_snapshot(experiment: Experiment) -> bytes:
 
 
 def read_snapshot(store: ObjectStore, key: JournalKey, number: int) -> Experiment | None:
-    """Return the experiment of snapshot `number`; None if it does not exist, is damaged or has another version."""
+    """Return the experiment of snapshot `number`; None if the snapshot is missing, damaged or of another version."""
     try:
         return decode_snapshot(read_document(store, key.snapshot_path(number), JournalCorrupt), key, number)
     except (ObjectNotFound, JournalCorrupt, UnknownVersion):

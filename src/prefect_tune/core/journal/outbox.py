@@ -1,21 +1,21 @@
 """Pass the events of an attempt on another machine to the owner of the experiment, as numbered posts in an outbox.
 
-The idea: the attempt creates the objects 1, 2, 3 … of its outbox, each only if its number is free. A post is durable
-when `write_post` returns, whether or not a search runs. The owner journals the posts in order, then deletes them. The
-journal counts the posts, so it holds each once. To fence off the attempt, the owner itself creates the next free number
-as the end of the outbox, so the target decides whether the end or a post of the attempt is first.
+The idea: the attempt creates the objects of its outbox, numbered from 1, each only if its number is free. A post is
+durable when `write_post` returns, whether or not a search runs. The owner journals the posts in order, then deletes
+them. The journal counts the posts, so it holds the events of each once. To fence off the attempt, the owner creates the
+object with the next free number, the end of the outbox. So the target decides whether this end or a post is first.
 
     attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        4 refused: closed → Superseded, the attempt stops
     owner       journals 1, 2 …      closes: reads 3, creates ─▶ 4
 
-- **One execution.** A second process with the same request finds post 1 with another write id, and stops. Therefore,
-  post 1 is deleted only with its experiment.
+- **One execution.** A second process with the request of this attempt finds a post 1 whose write id is not its own, and
+  stops. Therefore, post 1 is deleted only with its experiment.
 - **Closing** may be repeated, by one owner or by several, since whoever finds the end has read all earlier posts.
-- **A late post** comes from a request that seemed lost. If the end has its number, the post is refused. If its number
-  is that of a journaled and deleted post, no process reads the late post.
+- **A late post** comes from a request that seemed lost. If the end has the same number, the late post is refused. If a
+  post of the same number was journaled and deleted, no process reads the late post.
 - **Deletion.** A post counts only once its writer has checked, after creating it, that entry 1 of the journal exists.
 
-Never: delete a post before the entry that holds its events is durable; use an outbox for two attempts.
+Never delete a post before the entry that holds its events is durable. Never use an outbox for two attempts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int, po
 
 
 def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> Post | None:
-    """Return post `number` or the end of the outbox; None if neither exists yet. Sends one request.
+    """Return object `number` of the outbox: a post, or the end. None if it does not exist yet. Sends one request.
 
     Raises:
         JournalCorrupt: the post is damaged, or has events of another trial.
@@ -91,7 +91,7 @@ def read_post(store: ObjectStore, trial: TrialKey, outbox: int, number: int) -> 
 def read_posts(store: ObjectStore, trial: TrialKey, outbox: int, after: int) -> Sequence[Post]:
     """Return the posts after number `after`, up to the first free number or the end; at most `MAX_POSTS_PER_READ`.
 
-    With this many posts, there may be more: an attempt may post for days without a search. Raises like `read_post`.
+    There can be more, because an attempt can post for days while no search runs. Raises like `read_post`.
     """
     posts: list[Post] = []
     while len(posts) < MAX_POSTS_PER_READ:
@@ -118,7 +118,7 @@ def close_outbox(
 
     Raises:
         CommitUnknown: the target did not say whether it wrote; call again with the same arguments.
-        StoreUnavailable: 16 tries failed because a post was added meanwhile, or the target cannot be reached.
+        StoreUnavailable: the target cannot be reached, or a post was added during each of 16 tries.
     """
     end = seal(Post(write_id=stamp.write_id, at=stamp.at, closed_by=closed_by))
     folder = trial.post_path(outbox, 1).rpartition("/")[0]

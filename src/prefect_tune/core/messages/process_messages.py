@@ -84,7 +84,7 @@ class Start(Value):
     saves_first: bool = False
     """Whether a class trainable saves at `milestone` before it waits for the decision."""
     reusable: bool = True
-    """Whether the process waits for another trial after this one if the trainable supports reuse."""
+    """Whether the process, if the trainable supports reuse, waits for another trial after this one."""
     rank: RankInfo = Field(default_factory=RankInfo)
     metrics_from: MetricsSource = "rank 0"
     required_metrics: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Ends the attempt now, even if the trial continues later. Sent as the decision at a milestone, or at any time."""
+    """Ends the attempt now, even if the trial continues later. Sent as a milestone's decision, or at other times."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -176,7 +176,7 @@ class StepDone(Value):
     awaits_decision: bool = False
     """Whether the trial waits for the decision whether to continue."""
     finish_reason: AnyReason | None = None
-    """The reason, if the trial finishes with this step and needs no decision; journaled with the checkpoint."""
+    """Why the trial finishes with this step; None if it awaits a decision or goes on. Journaled with the checkpoint."""
     seconds: PhaseSeconds | None = None
     """The seconds since the trainable was loaded."""
 
@@ -243,7 +243,7 @@ class RankCommand(Value):
     type: Literal["rank-command"] = "rank-command"
     step: int
     save: bool = False
-    """Whether ranks save now, then wait for the command that closes the step; ranks in `pt.report` ignore this flag."""
+    """Whether the ranks save now, and then wait for another command; ranks that are in `pt.report` ignore this flag."""
     stop: bool = False
     """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
     outcome: AnyOutcome | None = None

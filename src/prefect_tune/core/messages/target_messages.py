@@ -1,7 +1,7 @@
 """Messages between machines: objects on the target, which survive the processes, and TCP messages between nodes.
 
 - A search answers its trials on other machines.
-- Any process asks a running experiment to stop.
+- Any process can ask a running experiment to stop.
 - The owner of a search publishes its live status for readers.
 - The nodes of an attempt find one another through the target, and communicate over TCP.
 """
@@ -53,7 +53,7 @@ class TrialAnswer(Document):
 def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
     """Answer an attempt that waits at `step`. The first answer counts, because it was journaled before it was written.
 
-    If there is no owner to journal an answer, another process can write a stop as the answer to `UNSOLICITED_STEP`.
+    If there is no owner to journal an answer, another process can write a stop as an answer at `UNSOLICITED_STEP`.
     """
     with suppress(AlreadyExists):  # an earlier owner has sent the journaled answer
         create_idempotently(store, trial.answer_path(attempt, step), seal(TrialAnswer(answer=answer)))
@@ -94,8 +94,8 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 #
 # The owner looks only for the request after the last journaled request, so that a poll costs one read. It journals the
 # write id of a request, then acts on the request, and then deletes the object. The requesting process looks for its
-# write id in the journal. If the journal has another id under the number of its request, the request is lost, because
-# the number belonged to a request that is now deleted, and the owner does not read a number twice.
+# write id in the journal. If the journal has another id under the number of its request, the request is lost: its
+# number is that of an earlier, deleted request, and the owner reads no number twice.
 
 
 class StopRequest(Document):
@@ -196,12 +196,12 @@ class LiveStatus(Document):
     version: Literal[2] = 2
     term: int
     owner: Owner | None
-    """The owner that wrote the status; in a deleted experiment of the same name, this term may have another owner."""
+    """The owner that wrote the status. An owner of a deleted experiment of the same name may have had the same term."""
     number: int
     """Counts the objects of this owner, from 1."""
     at: str
     run_at: str | None = None
-    """The time `at` by the clock of the run, which is never adjusted; used only for the cost."""
+    """The same moment as `at`, but by the run's clock, which is never adjusted; used only for the cost."""
     period_seconds: Annotated[float, Field(gt=0, le=MAX_LIVE_PERIOD_SECONDS)]
     """The time until the owner writes the next status."""
     trials: tuple[RunningAttempt, ...]
@@ -215,11 +215,11 @@ class ExperimentView:
     as_of: str
     """The time of the live status, or of the last journal entry if that is later; empty if unknown."""
     live: LiveStatus | None = None
-    """The live status of the journal's present owner; None if there is none."""
+    """The live status of the journal's present owner; None if no trial runs, or if it is missing or unreadable."""
 
     @property
     def cost_cutoff(self) -> str:
-        """The time up to which running attempts count in the cost, by the run's clock if known; empty if unknown."""
+        """The time up to which the cost counts running attempts: by the run's clock if it is known, else `as_of`."""
         return (self.live.run_at if self.live is not None else None) or self.as_of
 
     def get_running_attempt(self, trial: str) -> RunningAttempt | None:
@@ -228,7 +228,7 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, then delete the owner's previous status; after the first, delete the statuses of earlier owners.
+    """Write `status`, then delete the owner's previous status. If there is none, delete the statuses of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
@@ -298,7 +298,7 @@ def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> Ex
 
 
 def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningAttempt]:
-    """Return, by trial, the attempts of `live` that still run according to the journal, which may be newer."""
+    """Return, by trial, the attempts of `live` that still run according to the (possibly newer) journal."""
     live_attempts = {attempt.trial: attempt for attempt in live.trials} if live is not None else {}
     pairs = ((attempt, experiment.trials.get(name)) for name, attempt in live_attempts.items())
     return {
@@ -314,8 +314,8 @@ def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> M
 #     each other node ◄══ TCP ══► node 0: each message is one JSON document, no pickle
 #
 # Both sides of a connection prove that they have the secret of their search, which is not on the target, and that they
-# have read the same address. So write access to the target is not enough to direct ranks to another machine, or to
-# impersonate a rank. No message contains or names code to run.
+# have read the same address. Therefore, write access to the target is not enough to direct ranks to another machine, or
+# to impersonate a rank. No message contains or names code to run.
 
 
 class NodeArrived(Value):

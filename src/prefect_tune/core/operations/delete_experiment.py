@@ -8,7 +8,7 @@ are garbage, which maintenance or a later deletion of the same name may collect,
 fails at its next post, because the first entry is missing. No other experiment refers to the deleted objects.
 
 A deletion is bound to the generation that it found. If its process hangs, another process may finish the deletion, and
-the name may be used again. The first process then finds the next marker, or no first entry, and deletes only garbage.
+the name may be used again. If the first process then goes on, it finds only garbage to delete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
         writers = _list_other_writers(store, state, owner)
         end_generation(store, experiment, at=stamp.at, by=str(owner), writers=writers)
     deleted = 0
-    for _ in range(_MAX_ROUNDS):  # again, since superseded processes may still write
+    for _ in range(_MAX_ROUNDS):  # repeated, because superseded processes may still write
         if not (deleted_objects := delete_earlier_objects(store, experiment.experiment, experiment.generation + 1)):
             return deleted
         deleted += len(deleted_objects)
@@ -78,10 +78,10 @@ def find_generation_to_delete(store: ObjectStore, experiment: str) -> JournalKey
 
 
 def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Sequence[str]:
-    """Return the identities of all owners that the experiment has had, except the flow run or process of `by`."""
+    """Return the identities of all owners that the experiment has had, except those in `by`'s flow run or process."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # a damaged old entry, which a snapshot replaces: the marker then names no other writer
+    except JournalCorrupt:  # an old entry, replaced by a snapshot, is damaged; the marker then names no other writer
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

@@ -6,8 +6,8 @@ A fork begins with the state of the origin after the chosen entry. The origin is
 target can copy objects, no bytes pass through this machine. Manifests keep their step and sequence, and clones stay
 clones within the fork. Once the fork is complete, neither experiment needs the other.
 
-An entry with all events of the origin up to that point completes the fork. An incomplete fork cannot be used. To
-complete it, fork again with the same name; then only missing objects are copied.
+The entry that completes the fork has all events of the origin up to the chosen entry. An incomplete fork cannot be
+used. To complete it, fork again with the same name; then only missing objects are copied.
 
 Never create a manifest before all its blobs, or the entry that completes the fork before all manifests.
 """
@@ -76,7 +76,7 @@ class ForkResult:
 
     experiment: Experiment
     lost_checkpoints: Mapping[str, Sequence[CheckpointRef]] = field(default_factory=dict)
-    """By trial, the checkpoints that the fork lacks because the origin no longer used them, oldest first."""
+    """For each trial, the checkpoints that the fork lacks because the origin no longer used them, oldest first."""
 
 
 def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | None) -> ForkPoint:
@@ -99,12 +99,12 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # the fork's owner writes it again
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes it
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
-                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # it is about the origin's run
+                    past_events.append(event.model_copy(update={"last_seen_at": None}))  # a time in the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
-                    pass  # a stop request that had no effect yet concerns only the origin
+                    pass  # a stop request concerns only the origin; its effects are other events
                 case _:
                     past_events.append(event)
     return ForkPoint(state, past_events, state.settings, warm_starts)
@@ -135,7 +135,7 @@ def _select_lost_refs(state: Experiment, keys: Sequence[CheckpointKey]) -> Mappi
 
 
 def begin_fork(store: ObjectStore, into: JournalKey, origin: ForkOrigin, owner: Owner, stamp: WriteStamp) -> Experiment:
-    """Become the owner of the experiment `into`, a new or existing fork of `origin`; return its state.
+    """Become the owner of the experiment `into`, a new or existing fork of `origin`; return the fork.
 
     Raises:
         InvalidInput: `into` exists and is not a fork of `origin`, or is being deleted.
@@ -179,7 +179,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork."""
+    """Copy the checkpoints that the origin still uses; return the fork's checkpoints, as their keys in the origin."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
@@ -189,7 +189,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
 
     def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
-        """Return `key`, and its manifest with the newest metadata, or None if either is deleted or damaged."""
+        """Return `key`, and its manifest with the newest metadata; if either is bad or deleted, `key` and None."""
         try:
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):
@@ -207,7 +207,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
         try:
             store.copy(f"{origin_folder}/{path}", f"{fork_folder}/{path}")
         except ObjectNotFound:
-            return path  # its checkpoint was retired and deleted after the manifest was read
+            return path  # the blob's checkpoint was deleted after its manifest was read
         return None
 
     deleted = set(store.map(copy_blob, missing))

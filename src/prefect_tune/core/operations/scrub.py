@@ -37,8 +37,8 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 #
 # A journal's owner quarantines a checkpoint if it finds damage during a restore. Any other process that finds damage
 # writes an entry to the journal as a non-owner, so the owner stays the owner. From then on, the owner does not restore
-# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. The alternatives
-# are worse: a request would need a running owner, and a separate document would be a second source of truth.
+# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. An entry is better
+# than a request, which would need a running owner, and than a separate document, a second source of truth.
 #
 # A key names a manifest. Several trials may use the same key: the trial that saved the checkpoint, and the trials that
 # have a clone of it. The checkpoint is quarantined, and reinstated, in all these trials.
@@ -77,8 +77,8 @@ def reinstate_in_journal(
 ) -> Sequence[CheckpointKey]:
     """Reinstate quarantined checkpoints of an experiment; return the keys whose checkpoints are live now.
 
-    The caller must have verified them. A trial's next attempt starts from the trial's newest checkpoint, which may then
-    be a reinstated one. Raises the same errors as `quarantine_in_journal`.
+    The caller must have verified `keys`. A trial's next attempt starts from the trial's newest checkpoint, which may
+    then be a reinstated one. Raises the same errors as `quarantine_in_journal`.
     """
 
     def reinstate_events(state: Experiment) -> Sequence[NonOwnerEvent]:

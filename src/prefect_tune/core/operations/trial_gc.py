@@ -77,7 +77,7 @@ def delete_retired_objects(
         except CheckpointNotFound:
             return key, None  # deleted already
         except CheckpointCorrupt:
-            return key, frozenset()  # retired, so the manifest is not needed; the blobs become orphans
+            return key, frozenset()  # a retired checkpoint needs no manifest; its blobs become orphans
 
     while True:
         try:
@@ -197,9 +197,9 @@ class TrialGarbage:
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """The number of manifests that a clone needs, or a running save may need until the trial's next barrier or end."""
+    """The number of kept manifests: a clone needs them, or a running save may until the trial's next barrier or end."""
     message_count: int = 0
-    """The number of answers to ended attempts, of objects of their nodes, and of journaled posts."""
+    """The number of messages: answers to ended attempts, objects of these attempts' nodes, and journaled posts."""
     kept_reason: str | None = None
     """Why some garbage is not deleted; None if all of it is deleted."""
     damage: str | None = None
@@ -274,9 +274,9 @@ def collect_experiment_garbage(
 ) -> ExperimentGarbage:
     """Delete the garbage of an experiment, or of the trials in `only`; return a description of the garbage.
 
-    First writes barriers (`CheckpointsRetired`) for ended trials if they make more objects deletable, unless the target
-    supports only one writer. A dry run writes and deletes nothing, and returns the garbage that would be deleted. If an
-    object cannot be read, this is reported as damage of its trial; the garbage of other trials is still collected.
+    First writes barriers (`CheckpointsRetired`) for ended trials if this makes more objects deletable, unless the
+    target supports only one writer. A dry run writes and deletes nothing, and returns the garbage that would be
+    deleted. An unreadable object is reported as damage of its trial; the garbage of other trials is still collected.
 
     Raises:
         JournalCorrupt, Superseded, UnknownVersion: see `load_experiment`.
@@ -374,7 +374,7 @@ def collect_trial_garbage(
 def plan_retirements(experiment: Experiment, policy: Retention) -> Sequence[CheckpointsRetired]:
     """Return the retirements of checkpoints that `policy` does not keep; none while an attempt can still save.
 
-    These always stay: each trial's newest checkpoint, all checkpoints of the best trial, the best of the experiment.
+    These always stay: each trial's newest checkpoint, all checkpoints of the best trial, the best checkpoint of all.
     """
     trials = experiment.trials.values()
     if experiment.is_being_deleted or any(may_still_save(trial) for trial in trials):
@@ -396,7 +396,7 @@ def retire_unkept_checkpoints(
 ) -> Sequence[CheckpointsRetired]:
     """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again by then, nothing is retired, because the owner's policy applies. A dry run writes nothing.
+    If a trial runs again by then, nothing is retired, because the owner's retention applies. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.

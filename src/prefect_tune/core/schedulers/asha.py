@@ -31,7 +31,7 @@ from prefect_tune.core.values import TrialId
 
 
 class RungRecord(NamedTuple):
-    """A trial at a rung: its loss, how many trials came earlier, and its id. If losses are equal, the earlier wins."""
+    """A trial at a rung: its loss, how many trials came earlier, and its id. Of equal losses, the earlier is better."""
 
     loss: float
     arrival: int
@@ -40,7 +40,7 @@ class RungRecord(NamedTuple):
 
 @dataclass(slots=True)
 class Rung:
-    """The trials that reached a step, and those paused there, best first, so a place is found in logarithmic time."""
+    """The trials that reached a step, and those paused there; sorted, so that the place of a trial is found fast."""
 
     step: int
     losses: list[tuple[float, int]] = field(default_factory=list)  # (loss, arrival) of each trial that reached it
@@ -192,9 +192,9 @@ class StoppingSchedule(RungSchedule):
 class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
-    A trial that reaches a rung continues without a pause if a free slot would go to it. If no new trial is available,
-    all trials are paused or ended, and none was promoted from the last rung of a bracket, then the best trial of the
-    highest rung with paused trials resumes: so even a small search trains one trial to the end, if none fails.
+    A trial that reaches a rung continues without a pause if a free slot would go to it. So that even a small search
+    trains one trial to the end (if none fails), the best trial of the highest rung with paused trials resumes once no
+    new trial is available, all trials are paused or ended, and none was promoted from a bracket's last rung.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -237,7 +237,7 @@ class PromotionSchedule(RungSchedule):
         self._active_trials.discard(trial)
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
-        self._clear_pause(trial)  # a pause at an earlier rung: a trial that reports has gone on, whoever decided so
+        self._clear_pause(trial)  # at an earlier rung, where a trial that reports is no longer paused
         rung = progress.rungs[progress.rung_index]
         record = rung.add_trial(trial, loss)
         progress.paused_at = (rung, record)

@@ -29,7 +29,7 @@ class Continue(Value):
 class Pause(Value):
     """Save the trial, and release its slot until `Schedule.next_trial_to_resume` returns the trial.
 
-    If that happens at once, the driver calls `on_trial_resumed`, and the trial continues in its slot.
+    If that method returns the trial at once, the driver calls `on_trial_resumed`, and the trial keeps its slot.
     """
 
     type: Literal["pause"] = "pause"
@@ -82,7 +82,7 @@ class Scheduler(NamedOptions, RenamedMembers, ABC):
 
     @abstractmethod
     def begin(self, objective: Objective, seed: int) -> Schedule:
-        """Return the schedule for an experiment without trials.
+        """Return the schedule of an experiment that has no trials yet.
 
         Raises:
             InvalidInput: the scheduler does not support this objective.
@@ -96,9 +96,9 @@ class Scheduler(NamedOptions, RenamedMembers, ABC):
 class Schedule(RenamedMembers, ABC):
     """The state of a scheduler: a deterministic function of the sequence of calls.
 
-    Whenever a slot is free, the driver ends the trials that `next_trial_to_stop` returns, until it returns None. Then
-    the driver resumes the trial that `next_trial_to_resume` returns. If there is none and `is_waiting` returns False,
-    the driver starts a new trial. After `on_no_new_trial`, while no trial is running and a trial is paused,
+    Whenever a slot is free, the driver calls `next_trial_to_stop` and ends the returned trial, until None is returned.
+    Then the driver resumes the trial that `next_trial_to_resume` returns. If that is None, and `is_waiting` returns
+    False, the driver starts a new trial. After `on_no_new_trial`, while no trial is running and a trial is paused,
     `next_trial_to_resume` or `next_trial_to_stop` must return a trial. An example with one slot, `ASHA(max_t=9)`, and
     three trials, of which the first is the best:
 
@@ -112,8 +112,8 @@ class Schedule(RenamedMembers, ABC):
     A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
     `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns, because the journaled decisions
     were carried out already. Afterwards, the new schedule must be in the same state as the old one. So a schedule reads
-    no clock, and draws random numbers only from the seed of `begin`. A changed scheduler may decide differently: for a
-    trial that only the old one paused, `on_trial_resumed` is called; a trial that the old one pruned stays pruned.
+    no clock, and gets random numbers only from the seed of `begin`. If the user changes the scheduler, the new one may
+    decide differently: `on_trial_resumed` is called for trials that only the old one paused; pruned trials stay pruned.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -136,17 +136,17 @@ class Schedule(RenamedMembers, ABC):
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        `step` is the step of the last decision about the present weights; 0 if there is none. After an exploit, it is
-        the step of the last decision on the source. The driver calls this method, which changes no state, when an
-        attempt starts and after each decision. A function trainable cannot save at every step, so it may report later.
+        `step` is the step of the last decision on the trial (after an exploit: on the source); 0 if there is none. The
+        driver calls this method, which changes no state, when an attempt starts and after each decision. A function
+        trainable cannot save at every step, so the report for the decision may be of a later step.
         """
 
     @abstractmethod
     def decide(self, report: TrialReport) -> Decision:
         """Decide on a report at or after the trial's milestone.
 
-        An attempt that repeats lost steps also repeats their reports: then return the same kind of decision, and do not
-        count the report twice.
+        An attempt that repeats lost steps also repeats their reports. For a repeated report, return the same kind of
+        decision as before, and do not count the report again.
 
         Raises:
             BadMetric: the report lacks the objective's metric.
@@ -164,7 +164,7 @@ class Schedule(RenamedMembers, ABC):
         del trial
 
     def next_trial_to_stop(self) -> tuple[TrialId, Stop] | None:
-        """Return a paused trial to end, because it will never resume; None if there is no such trial.
+        """Return a paused trial that the driver must end, because it will never resume; None if there is no such trial.
 
         This method changes no state; `on_trial_ended` does.
         """
@@ -177,9 +177,9 @@ class Schedule(RenamedMembers, ABC):
     def on_no_new_trial(self) -> None:
         """Record that no new trial can start; this holds until the next `on_trial_added`.
 
-        The search is exhausted, or waits for a trial to end while no trial is running. So there is no reason to let
+        The search is exhausted, or waits until a trial ends, although none is running. So there is no reason to let
         paused trials wait for other trials. The call may change what `next_trial_to_resume` and `next_trial_to_stop`
-        return, but no decision. The call is not journaled; the driver repeats it after a resume if it still applies.
+        return, but not what `decide` returns. It is not journaled; the driver repeats it after a resume if necessary.
         """
         return
 

@@ -1,4 +1,4 @@
-"""Hyperband (Li et al. 2018): synchronous successive halving, in brackets that begin at different steps."""
+"""Hyperband (Li et al. 2018): synchronous successive halving, in brackets whose first rungs are at different steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bracket:
     rung_index: int = 0
     """The index of the present rung, to which the trials train now."""
     trial_count: int = 0
-    """The number of trials that entered the bracket, or that were promoted to the present rung."""
+    """At the first rung, the number of trials that entered the bracket; later, the number promoted to this rung."""
     training: set[TrialId] = field(default_factory=set)
     """The trials that have not reached the present rung; some of them may wait for a slot."""
     reached: dict[TrialId, float] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Bracket:
 
     @property
     def is_rung_complete(self) -> bool:
-        """Whether each trial reached the present rung or ended, and at least one trial reached it."""
+        """Whether the bracket is full, each trial reached the present rung or ended, and at least one reached it."""
         return self.is_full and not self.training and bool(self.reached)
 
     def add_trial(self, trial: TrialId) -> None:
@@ -71,7 +71,7 @@ class Bracket:
         self.reached.pop(trial, None)
 
     def find_best_trial(self) -> TrialId | None:
-        """Return the best trial at the present rung, the first of equal trials; None for an empty rung."""
+        """Return the best trial at the present rung (of equal trials, the first to arrive); None for an empty rung."""
         return min(self.reached, key=self.reached.__getitem__, default=None)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Hyperband(Scheduler):
         return _HyperbandSchedule(self._make_bracket_plans(), self.reduction_factor, objective)
 
     def _make_bracket_plans(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """Return the size and the rungs of each bracket, the largest first."""
+        """Return the size and the rungs of each bracket, the largest bracket first."""
         powers = [self.reduction_factor**0]
         while powers[-1] * self.reduction_factor <= self.max_t:
             powers.append(powers[-1] * self.reduction_factor)
@@ -134,7 +134,7 @@ class Hyperband(Scheduler):
 
 
 class _HyperbandSchedule(Schedule):
-    """The brackets, and the trials to resume or to stop after their rungs are decided."""
+    """The brackets, and the trials of decided rungs that wait to be resumed or stopped."""
 
     def __init__(
         self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective

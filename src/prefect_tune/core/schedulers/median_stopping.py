@@ -31,10 +31,10 @@ from prefect_tune.core.values import TrialId
 class MedianStopping(Scheduler):
     """Prune a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
-    From `grace_period` on, every `interval` steps, a trial's best loss since its first step is compared with the median
-    of other trials' mean losses since `grace_period`; trials that have not reached the step do not count. The trial
-    continues while fewer than `min_samples_required` other trials have reached the step. Best and mean losses use only
-    every `interval`-th report; with `interval=1`, every step counts, but needs a decision. `ASHA` has an example.
+    Every `interval` steps, from `grace_period` on, the trial's best loss since its first step is compared with the
+    median of the mean losses (since `grace_period`) of the other trials that have reached this step. While fewer than
+    `min_samples_required` other trials have reached it, the trial continues. Best and mean losses use only every
+    `interval`-th report; with `interval=1`, they use all, and each step waits for a decision. `ASHA` has an example.
 
     With `min_time_slice`, a trial that cannot be compared yet gives up its slot after that many steps, and resumes when
     enough others have reached its step. So comparisons start early even with few slots. A pause needs checkpoints.

@@ -61,12 +61,12 @@ _NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """Changes a configuration: each value is resampled with `resample_probability`, else multiplied by a drawn factor.
+    """Changes a configuration: each value is either resampled (with `resample_probability`) or multiplied by a factor.
 
-    An option is replaced by the next or previous option; the first and the last one may stay the same. A value
+    An option is not multiplied, but replaced by its next or previous option; the first and the last may stay. A value
     outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
     step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
-    real 0 is resampled, because no factor changes it. Functions are called last, with the changed configuration.
+    real 0 without a step is resampled, as no factor changes it. Functions are called last, with the changed values.
     """
 
     mutations: Mutations
@@ -75,7 +75,7 @@ class Explorer:
     seed: int
 
     def explore(self, config: Config, *purpose: str | int) -> Config:
-        """Return a changed copy of `config`; the same `purpose` draws the same random changes."""
+        """Return a changed copy of `config`. The random numbers depend only on the seed and on `purpose`."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
         return _apply_mutation_functions(mutated, self.mutations, mutated)
 
@@ -158,7 +158,7 @@ def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom
     if callable(mutation):
         try:
             inspect.signature(mutation).bind({})
-        except TypeError as error:  # such as Ray's functions without parameters, whose draws are not reproducible
+        except TypeError as error:  # Ray's functions take no parameters, and draw numbers that are not reproducible
             raise InvalidInput(
                 f"{where}: expected a function of the configuration, found one that does not take it as the only "
                 f"argument ({error}). For random values, use a domain such as pt.uniform(...) or pt.choice(...)"
@@ -198,15 +198,15 @@ class PBT(Scheduler):
     A trial is compared `perturbation_interval` steps after its last comparison, and not before `burn_in_period`. It
     commits a checkpoint, and its result is compared with the last results of all other trials that have not ended. If
     the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over
-    that trial's checkpoint, configuration, and step of the last comparison. Then the values named in
-    `hyperparam_mutations` are resampled with `resample_probability`, and otherwise multiplied by one of the
-    `perturbation_factors`. Until such a trial reports a new result, its old result still counts in comparisons, as in
-    Ray, but no other trial exploits the trial.
+    that trial's checkpoint, configuration, and step of the last comparison. Then each value named in
+    `hyperparam_mutations` is either resampled (with `resample_probability`) or multiplied by one of the
+    `perturbation_factors`. Until a trial that has exploited another reports a new result, its old result still counts
+    in comparisons, as in Ray, but no trial exploits it.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
-    `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A value of 0 in a
-    real domain is resampled, because no factor changes it. The search, not PBT, proposes the initial configurations.
+    `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A 0 in a real domain
+    without a step is resampled, as no factor changes it. The search, not PBT, proposes the initial configurations.
 
     PBT is asynchronous: no trial waits for a comparison. If there are more trials than slots, trials take turns of one
     interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by a stopper
@@ -246,7 +246,7 @@ class PBT(Scheduler):
         if not (factors and all(is_number_at_least(factor, 0) for factor in factors)):
             raise InvalidInput(f"{self}: expected perturbation_factors >= 0, at least one")
         if set(factors) == {1} and not self.resample_probability:
-            raise InvalidInput(f"{self}: expected a factor other than 1 or resample_probability > 0, to change values")
+            raise InvalidInput(f"{self}: expected a factor other than 1, or resample_probability > 0, to change values")
         parse_mutations(self.hyperparam_mutations, "PBT: hyperparam_mutations")
 
     def begin(self, objective: Objective, seed: int) -> Schedule:
@@ -353,7 +353,7 @@ class _PbtSchedule(Schedule):
             member.loss = None
 
     def _select_source(self, trial: TrialId, member: _Member, loss: float) -> tuple[float, TrialId] | None:
-        """Return the loss and id of the trial to exploit; None if `trial` is good, or must let a paused trial train."""
+        """Return the loss and the id of the trial that `trial` exploits; None if `trial` does not exploit another."""
         if member.has_just_exploited and self._paused:
             return None
         size = len(self._ranking)

@@ -50,7 +50,7 @@ class Search(NamedOptions, ABC):
 
     @abstractmethod
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Return the state of the search for an experiment without trials.
+        """Return the state of the search in an experiment that has no trials yet.
 
         Raises:
             InvalidInput: the space has a domain that this search does not support, or the objective is missing.
@@ -67,7 +67,7 @@ class SearchState(RenamedMembers, ABC):
 
     Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,
     to a new instance: it repeats each `on_report` and `on_trial_ended`, and calls `restore_trial` instead of `suggest`.
-    After the replay, the new instance must suggest the same as the old one. So draw the values of trial `number` from a
+    Afterwards, the new instance must suggest what the old one would. So draw the values of trial `number` from a
     generator seeded by (seed, number), and keep no generator from one trial to the next.
     """
 

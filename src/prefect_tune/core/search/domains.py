@@ -31,7 +31,7 @@ _TOLERANCE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
 class _SpaceNode(HasJsonForm):
-    """A node of a space that is not plain JSON."""
+    """A part of a space that is not plain JSON: a domain, or a value that a function computes."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class _SpaceNode(HasJsonForm):
 
 @dataclass(frozen=True, slots=True)
 class Float(_SpaceNode):
-    """A real number from `low` to `high`: a multiple of `q` if `q` is set, otherwise below `high`."""
+    """A real number from `low` to below `high`; if `q` is set, a multiple of `q` from `low` to `high`."""
 
     low: float
     high: float
@@ -72,7 +72,7 @@ class Float(_SpaceNode):
         return clipped if self.q is None else min(max(_round_to_multiple(clipped, self.q), self.low), self.high)
 
     def contains(self, value: object) -> bool:
-        """Return whether a configuration may have `value`; `high` is accepted, although it is not drawn without `q`."""
+        """Return whether a configuration may have `value`; without `q`, `high` is accepted, although never drawn."""
         if not is_number(value) or not self.low <= value <= self.high:
             return False
         return self.q is None or _is_multiple(value, self.q)
@@ -80,7 +80,7 @@ class Float(_SpaceNode):
 
 @dataclass(frozen=True, slots=True)
 class Integer(_SpaceNode):
-    """An integer from `low` to `max_value`: a multiple of `q` up to `high` if `q` is set, otherwise below `high`."""
+    """An integer from `low` to below `high`; if `q` is set, a multiple of `q` from `low` to `high`."""
 
     low: int
     high: int
@@ -220,7 +220,7 @@ def _interpolate(low: float, high: float, scale: Scale, quantile: float) -> floa
 
 
 def _round_to_multiple(value: float, q: float) -> float:
-    step = Fraction(repr(q))  # the decimal form: three steps of 0.1 are 0.3, not 0.30000000000000004
+    step = Fraction(repr(q))  # decimal, so that three steps of 0.1 are 0.3, not 0.30000000000000004
     return float(round(Fraction(value) / step) * step)
 
 
@@ -232,7 +232,7 @@ def _format_call(name: str, arguments: tuple[float, ...]) -> str:
     return f"{name}({', '.join(map(repr, arguments))})"
 
 
-_MAX_DEPTH = 100  # JSON parsers stop at about 200
+_MAX_DEPTH = 100  # JSON parsers reject more than about 200 levels
 _JSON_HINT = (
     "a configuration is JSON: Unicode text, finite numbers, true, false, null, lists and objects. Convert the value "
     "(str(path), member.value, array.tolist()), and convert it back in the trainable. For a class or function, use a "
@@ -269,7 +269,7 @@ class Choice(_SpaceNode):
         return f"choice({list(self.options)}{weights})"
 
     def draw_at(self, quantile: float) -> int:
-        """Return the index of the option at `quantile` of all draws; `quantile` is in [0, 1)."""
+        """Return the index of the option that `quantile`, a number in [0, 1), selects."""
         if self.weights is None:
             return int(quantile * len(self.options))
         ends = list(accumulate(self.weights))
@@ -383,7 +383,7 @@ def choice(options: Sequence[object], weights: Sequence[float] | None = None) ->
 
 
 def grid_search(values: Sequence[object]) -> Grid:
-    """Try each of `values`, combined with every value of all other grids, once per sample; see `uniform`."""
+    """Try each of `values`, combined with every value of all other grids, `num_samples` times; see `uniform`."""
     return Grid(_require_list(values, "grid_search"))
 
 
@@ -401,7 +401,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 
 
 def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Return a part of a configuration or space; its dataclasses and mappings become dicts, its scalars plain scalars.
+    """Copy a part of a configuration or space: dataclasses and mappings become dicts, and scalars plain scalars.
 
     Domains, and values that are not JSON, stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """
@@ -420,7 +420,7 @@ def to_plain_node(node: object, where: str, levels: int = _MAX_DEPTH) -> object:
     """Return a copy of a part of a space: domains stay unchanged, all other values become plain JSON.
 
     Raises:
-        InvalidInput: JSON cannot represent a value; the message begins with `where` and the value's path below it.
+        InvalidInput: JSON cannot represent a value; the message begins with `where`, followed by the value's path.
     """
     if isinstance(node, Domain | SampleFrom):
         return node

@@ -93,7 +93,7 @@ def infer_mode(metric: str) -> Mode | None:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value as a tuple of one, since journaled settings may be anything."""
+    """Return a sequence as a tuple, and any other value as a tuple of one: journaled settings may have any type."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
@@ -107,7 +107,7 @@ def _require_metric(metrics: Mapping[str, object], name: str, where: str) -> flo
 
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], where: str) -> None:
-    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option that allows this."""
+    """Raise `BadMetric` if a report lacks one of the metrics; the message names the option that allows such reports."""
     for name in names:
         try:
             _require_metric(metrics, name, where)

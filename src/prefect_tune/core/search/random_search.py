@@ -26,7 +26,7 @@ from prefect_tune.core.search.space import (
 )
 
 # Grid points are numbered, not listed: each point, even of nested and conditional grids, has a number in mixed radix.
-# Parameters are sorted by name, and the first changes fastest: the order of keys in a space or a journal is irrelevant.
+# Parameters are sorted by name (the first changes fastest), so the order of keys in a space or a journal is irrelevant.
 
 
 def extract_grids(node: object) -> object:
@@ -102,13 +102,13 @@ def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
 
 
 DEFAULT_NUM_SAMPLES = 10
-"""The default of `num_samples` for a space with random parameters."""
+"""The default of `num_samples` for a space that is not only a grid."""
 UNLIMITED = -1
 """The value of `num_samples` for a search without limit; a stopper or another limit ends the experiment."""
 
 
 def get_default_num_samples(space: Space) -> int:
-    """Return 1 if the space has only grids, as more samples would be equal; else 10. Raises like `validate_space`."""
+    """Return 1 for a space that is only a grid (repetitions would be equal), else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
@@ -135,11 +135,11 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """The number of tries of each grid point; -1 for no limit; None for 1 if the space has only grids, otherwise 10."""
+    """The number of tries of each grid point. -1: no limit. None: 1 for a space of only grids, 10 for any other."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
-    """Whether to draw random parameters once per sample of the grid, so that all points of the grid share the draws."""
+    """Whether to draw random parameters only once per pass over the grid, so that all points of a pass share them."""
 
     def __post_init__(self) -> None:
         convert_scalar_fields(self)
@@ -147,7 +147,7 @@ class RandomSearch(Search):
         object.__setattr__(self, "points_to_evaluate", validate_initial_points(self.points_to_evaluate))
 
     def begin(self, space: Space, objective: Objective | None, seed: int) -> SearchState:
-        """Begin; `objective` has no effect. Raises `InvalidInput` also for a point to evaluate outside of `space`."""
+        """Ignore `objective`. Raises `InvalidInput` also if one of `points_to_evaluate` is outside of `space`."""
         del objective
         return _RandomSearchState(self, validate_space(space), self._resolve_num_samples(space), seed)
 
@@ -161,7 +161,7 @@ class RandomSearch(Search):
 
 
 class _RandomSearchState(SearchState):
-    """The points that are left to try. `suggest` records its own proposals as a resume records earlier trials."""
+    """The points that are left to try. `suggest` records its proposals in the same way as a resume does: as tries."""
 
     def __init__(self, search: RandomSearch, space: dict[str, object], samples: int, seed: int) -> None:
         self._space = space

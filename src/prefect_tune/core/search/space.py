@@ -2,7 +2,7 @@
 
 A parameter's name is its path in the space: `lr`, `model.depth`, `layers[0].units`, and `model?1.depth` for a
 parameter that is drawn only if option 1 of the choice `model` is drawn. The search passes a function that draws one
-parameter by its name. This module calls the function for a parameter before the parameters that depend on it.
+parameter by its name. This module draws a parameter before it computes the values that depend on the parameter.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
 def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that matches exactly; if there is none, omitted parameters are tolerated.
+    A choice is read as the first option that matches exactly; if none does, as the first that matches with omissions.
     """
     return _interpret_object(space, config, "")
 

@@ -36,7 +36,7 @@ from prefect_tune.registry import BUILT_IN_MODULES, OPTION_FIELDS
 
 Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 FunctionLoader: TypeAlias = Callable[[str], Function]
-"""Loads a function of `sample_from` by its `package.module:name`. Loading runs code; the document must be trusted."""
+"""Loads the function that `sample_from` names (`package.module:name`). This runs code, so documents must be trusted."""
 
 _RANGES: Mapping[str, Callable[..., Domain]] = {
     function.__name__: function

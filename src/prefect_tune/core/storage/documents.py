@@ -28,7 +28,7 @@ Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Document(Value):
-    """A value that is stored. The default of `format` names the format, and that of `version` the current version."""
+    """A value that is stored. The defaults of `format` and `version` are the format's name and its current version."""
 
     format: str
     version: int

@@ -12,7 +12,7 @@ N is final once the marker of generation N + 1 exists; objects are deleted only 
   (`find_current_journal`), and then uses the returned key for all paths.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
   it creates its entry, *then* checks that the journal's first entry still exists, because a deletion deletes that entry
-  first. If it exists, no entry was deleted before the create, which therefore stops earlier owners (see `journal`).
+  first. If that entry exists, no entry was deleted before the create; so the create stops earlier owners (`journal`).
 - **A late run** that looks up its experiment by name for each write is refused, because the marker lists the run.
 - **Garbage**: all objects of ended generations. A later deletion, or maintenance, removes what a deletion left behind.
 
@@ -127,7 +127,7 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # without a marker, this generation has ended too, so writes fail
+    return marker.writers if marker else ()  # no marker: this generation was deleted as well, and writes fail
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
@@ -143,7 +143,7 @@ def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str,
         return
     all_writers = dict.fromkeys((*_read_earlier_writers(store, journal), *writers))
     marker = GenerationMarker(generation=journal.generation + 1, at=at, deleted_by=by, writers=tuple(all_writers))
-    with suppress(AlreadyExists):  # another deletion of the same generation
+    with suppress(AlreadyExists):  # another deletion has created the marker
         store.create(_marker_path(journal, 1), seal(marker))
 
 

@@ -74,7 +74,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call_path(self) -> str:
-        """The path of the document that identifies the call that claimed the experiment, if the call gave no name."""
+        """The path of a document that identifies a call without an experiment name, which claimed this experiment."""
         return f"{self.folder}/unnamed-call.json"
 
     @property

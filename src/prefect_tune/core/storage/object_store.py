@@ -77,7 +77,7 @@ class ObjectStore(Protocol):
         """Whether `create` is atomic if several writers call it; if not, the target supports only one writer."""
 
     def create(self, path: str, data: Buffer) -> None:
-        """Write `data` at `path`, completely and durably or not at all, unless an object exists there.
+        """Write `data` at `path` if no object exists there: completely and durably, or not at all.
 
         Raises:
             AlreadyExists: an object exists at `path`. If a reply was lost, this same call may have created the object.
@@ -138,8 +138,8 @@ SINGLE_WRITER_MESSAGE = (
 def create_idempotently(store: ObjectStore, path: str, data: bytes) -> None:
     """Create `path`; an existing object that equals `data` counts as created.
 
-    `data` contains a write id, so an object with equal bytes is from this same write. In this case, the reply was lost,
-    or the client retried and found the object of its first request.
+    `data` contains a write id, so an object with equal bytes is from this same write: the reply was lost, or the client
+    retried and found the object of its first request.
 
     Raises:
         AlreadyExists: the object holds the bytes of another writer.

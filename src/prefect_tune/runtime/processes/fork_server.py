@@ -6,11 +6,11 @@ server and each trial's process (an arrow points from a child process to its par
 
     supervisor <- fork server <- subreaper <- trial's process <- its descendants
 
-A template is forked in the same way. It imports a trainable, then becomes a fork server for that trainable's trials:
+A template is a process that imports a trainable, then becomes a fork server for its trials. It has a subreaper, too:
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial, in any session, become children of the subreaper.
+Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial in any session become children of the subreaper.
 When the trial's process exits, or when the supervisor exits or requests the end, the subreaper ends all descendants and
 reports the wait status of the trial's process. If a subreaper is killed, the fork server, which has its own session,
 inherits the descendants and ends them. If the fork server is killed, its subreapers finish their work. Descendants of
@@ -82,7 +82,7 @@ from prefect_tune.runtime.trial_errors import format_error_text
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _TERM_TIMEOUT = timedelta(seconds=0.5)
-_TRACKER_TIMEOUT = timedelta(seconds=3)  # enough even on a busy machine; trackers usually need milliseconds
+_TRACKER_TIMEOUT = timedelta(seconds=3)  # enough even on a busy machine; a resource tracker usually needs milliseconds
 _DESCENDANTS_TIMEOUT = timedelta(seconds=4)
 _TRACKER_NAME = b"resource_tracker"  # the command lines of multiprocessing's and loky's trackers contain it
 _POLL_INTERVAL = timedelta(seconds=0.05)
@@ -99,7 +99,7 @@ class _ForkRequest:
     status_fd: int
     """Gets `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
-    """`FORK_REQUEST`: start a trial's process. `IMPORT_REQUEST`: start a template, with its own `channel_fd`."""
+    """`FORK_REQUEST`: start a trial. `IMPORT_REQUEST`: start a template, which gets fork requests on `channel_fd`."""
 
 
 def fork_server_main(control_fd: int, supervisor: int) -> MainFunction | None:
@@ -227,14 +227,14 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials; in a template, import a trainable instead and, if forks are safe, fork processes for trials.
+    """Serve trials, or, in a template, import a trainable and, if forks are safe, serve fork requests.
 
     First, the process is set up as if it had been started by exec.
     """
     os.setsid()
     die_with_parent()
     if os.getppid() != subreaper:
-        return None  # the subreaper exited before prctl was called
+        return None  # the subreaper exited before `die_with_parent` was called
     set_process_name(b"tune-template" if request.command == IMPORT_REQUEST else b"trial")
     os.dup2(request.output_fd, 1)
     os.dup2(request.output_fd, 2)
@@ -262,7 +262,7 @@ def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> M
 
 
 def _fork_child(request: _ForkRequest) -> int:
-    """Fork. Return the child's pid, or 0 in the child; -1 if the fork fails or is unsafe, after sending the reason.
+    """Fork. Return the child's pid, or 0 in the child. If the fork fails or is unsafe, send the reason and return -1.
 
     A child that is forked while other threads run may hang forever. Since some libraries end their threads in a fork
     handler, the parent looks for threads only after the fork, and the child waits for the result.
@@ -311,7 +311,7 @@ def _send_status(status_fd: int, code: str, *arguments: object) -> None:
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# A fork after an import of these libraries may hang, as the libraries document, or warn at each fork.
+# After an import of one of these libraries, a fork may hang, as its documentation says, or prints a warning.
 _FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # This thread is no risk, because jemalloc's fork handler ends it before a fork; jemalloc restarts it when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
@@ -350,15 +350,15 @@ def _warm_up_optimizer(trainable: object) -> None:
     Do so only if the trainable's module mentions an optimizer. If the trainable uses no optimizer, only time is lost.
     """
     name = getattr(trainable, "__module__", "")
-    with suppress(Exception):  # `inspect` raises several exceptions if there is no source; trials report other errors
-        # A script's trainable names the module `__main__`, which is another program here: get the trainable's source.
+    with suppress(Exception):  # various errors if there is no source; any other error occurs in the trials, too
+        # The module of a script's trainable is `__main__`, which is not the script here: get the trainable's source.
         source = inspect.getsource(cast("type", trainable) if name == "__main__" else sys.modules[name])
         if (torch := sys.modules.get("torch")) is not None and _OPTIMIZER_PATTERN.search(source):
             torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)], lr=0.0).step()
 
 
 def _list_unsafe_threads() -> list[str]:
-    """Return the names of other threads of Python; if there are none, the names of threads that libraries started."""
+    """Return the names of the other Python threads or, if there are none, of the threads that libraries started."""
     if not (others := [name for name in list_other_thread_names() if name not in _FORK_SAFE_THREADS]):
         return []
     unnamed = others.count("")

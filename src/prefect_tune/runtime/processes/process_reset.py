@@ -145,7 +145,7 @@ def _get_working_directory() -> str | None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Finds some modules with the other finders, and calls a function with each module right after its import."""
+    """Calls a function with a module right after its import; the other finders of `sys.meta_path` find the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions
@@ -204,7 +204,7 @@ def _make_logger_print(logger: logging.Logger) -> logging.Logger:
 
 
 def _patch_get_run_logger(module: ModuleType) -> None:
-    """Replace `get_run_logger` in Prefect's module by a function that returns a printing logger outside of a run."""
+    """Make `get_run_logger` of Prefect's `module` return a printing logger outside of a run, instead of raising."""
     original, missing_context_error = vars(module)["get_run_logger"], vars(module)["MissingContextError"]
 
     @wraps(original)
@@ -239,7 +239,7 @@ def clear_exit_handlers() -> None:
     finalize = vars(weakref.finalize)
     for finalizer in list(finalize["_registry"]):
         finalizer.atexit = False
-    if finalize["_registered_with_atexit"]:  # register it again: `weakref.finalize` registers itself only once
+    if finalize["_registered_with_atexit"]:  # register the function again, since `weakref.finalize` does so only once
         atexit.register(finalize["_exitfunc"].__func__, weakref.finalize)
 
 
@@ -250,7 +250,7 @@ def run_exit_handlers() -> None:
     """
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         atexit.unregister(vars(util)["_exit_function"])
-    vars(atexit)["_run_exitfuncs"]()  # the interpreter does the same at its end, and prints exceptions
+    vars(atexit)["_run_exitfuncs"]()  # as the interpreter does when it exits; exceptions are printed
 
 
 def free_memory() -> None:

@@ -79,7 +79,7 @@ class _ReadyTrainable:
 
 
 def pop_program_arguments() -> tuple[int, int]:
-    """Remove the two numbers from the command line and return them; `sys.argv` is then that of the user's script."""
+    """Remove this program's own arguments, two numbers, from `sys.argv`, and return them; the user's script's stay."""
     numbers = int(sys.argv[1]), int(sys.argv[2])
     sys.argv[:] = sys.argv[3:]
     return numbers
@@ -88,7 +88,7 @@ def pop_program_arguments() -> tuple[int, int]:
 def run_and_exit(main_function: MainFunction | None) -> NoReturn:
     """Run a process's main function, then the main function that it returns, and so on; then exit.
 
-    A forked child returns its own main function, which then does not run on the parent's stack. The process exits even
+    A forked child returns its own main function, which then runs without the parent's stack. The process exits even
     if a trainable has left threads or children running.
     """
     code = 1
@@ -107,7 +107,7 @@ def run_and_exit(main_function: MainFunction | None) -> NoReturn:
 def main(channel_fd: int, supervisor: int) -> None:
     """Serve attempts on the inherited descriptor `channel_fd`, in a process that was started by exec."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
-    faulthandler.enable(all_threads=False)  # the other thread's stack would displace the trial's last output
+    faulthandler.enable(all_threads=False)  # the stack of the thread above would displace the trial's last output
     serve_attempts(Connection(channel_fd))
 
 
@@ -222,7 +222,7 @@ class _AttemptRunner:
             self._session.send_end(end)
 
     def clean_up_kept_trainable(self) -> None:
-        """Call `cleanup` of the trainable that is kept for another trial, if there is one."""
+        """If a trainable is kept for another trial, call its `cleanup`."""
         if self._kept_trainable is not None:
             self._kept_trainable.trainable.cleanup()
 
@@ -303,7 +303,7 @@ class _AttemptRunner:
 
 @contextmanager
 def exiting_forked_children() -> Iterator[None]:
-    """Make a forked child exit when it returns from the trainable or import, so that only the parent sends the end."""
+    """Make a forked child exit when it leaves the `with` block, so that only the parent sends the attempt's end."""
     trial, code = os.getpid(), 1
     try:
         yield
@@ -322,7 +322,7 @@ def exiting_forked_children() -> Iterator[None]:
 
 
 _source_digests: dict[int, tuple[object, str]] = {}
-"""By `id`, each trainable that was imported before a fork, and its source's digest then; the file may change later."""
+"""For the `id` of each trainable that was imported before a fork: the trainable, and its source's digest then."""
 
 
 def record_source_digest(trainable: object) -> None:
@@ -334,7 +334,7 @@ def _get_source_digest(trainable: type | TrainFunction) -> str:
     """Return a digest of the trainable's source; "" if there is no source, for example of some pickled objects."""
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
-    with suppress(Exception):  # no source, an edited file, or Python 3.11 while another thread parses code
+    with suppress(Exception):  # no source, its file was edited, or another thread parses code in Python 3.11
         return hash_bytes(inspect.getsource(trainable).encode())[:16]
     return ""
 

@@ -1,1 +1,1 @@
-"""The local directories of transfers: files to send, downloaded files, temporary files, shared copies; and locks."""
+"""Local directories for transfers (files to send, downloaded files, temporary files, shared copies), and locks."""

@@ -5,8 +5,8 @@ Before a process makes its first scratch directory, it removes the folders of ki
 
 If several processes need a checkpoint, one copies it, and the others wait. `fill_directory` fills a directory that the
 caller names. `shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last
-reader removes the copy. A copy gets its name only when it is complete. What killed readers leave behind is removed once
-unused for 7 days. The names of locks, notes and copies contain the boot id, so those of an earlier boot are not used.
+reader removes the copy. A copy gets its name only when it is complete. What killed readers leave is removed after
+7 days without use. The names of locks, notes and copies contain the boot id, so those of an earlier boot are not used.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
 class DirectoryContent:
     """The content that a directory should have.
 
-    `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If another process has already
-    fetched from this source, its copy is used only if its fetch ended after this request began.
+    `content_id` identifies fixed bytes. `source_id` identifies a source that may change. If a directory has other bytes
+    that were fetched from this source, they are used only if that fetch ended after this request began.
     """
 
     content_id: str
@@ -241,7 +241,7 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
                 digest_file.write_text(compute_stat_digest(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
         if content.metadata is not None:
-            (directory / METADATA_FILE).unlink(missing_ok=True)  # do not write to it: other readers link to this file
+            (directory / METADATA_FILE).unlink(missing_ok=True)  # make a new file, since other readers link to this one
             (directory / METADATA_FILE).write_bytes(content.metadata)
         try:
             yield directory

@@ -49,7 +49,7 @@ _FileStatus: TypeAlias = tuple[int, int, int, int]
 
 
 class StagedFiles:
-    """A local directory as a `StagedDirectory`. It is listed once; files are read by position, and never written."""
+    """A local directory as a `StagedDirectory`. It is listed once; files are read by byte range, and never written."""
 
     def __init__(self, directory: Path) -> None:
         """List `directory`.
@@ -102,7 +102,7 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
 _READ_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
 """The error numbers of reads that would fail in an attempt on another machine too, so a retry is useless."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
-"""Limits of a path within a checkpoint. A restore puts a directory in front of the path; Linux allows 4,095 bytes."""
+"""Limits of a path within a checkpoint. A restore puts a directory before it, and Linux allows 4,095 bytes in all."""
 _SHOWN_CHARACTERS = 200
 
 
@@ -170,7 +170,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
 
-    Only the directory is read, nothing from the target.
+    Only the files of `source` are read, and nothing from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -267,7 +267,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | None = None) -> bytes | None:
-    """Return the content for `METADATA_FILE` in a checkpoint's copy; None to keep the checkpoint's own file.
+    """Return the content for `METADATA_FILE` in a checkpoint's copy; None if the copy keeps the checkpoint's file.
 
     `folder` has the versions of the metadata that were written after the commit. If these are damaged, warn and return
     None. The copy then lacks these versions, but its other files are complete.
@@ -283,7 +283,7 @@ def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | Non
 
 
 def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file, instead of a committed one. The new file is in no blob."""
+    """Return `manifest` with `metadata` as its last file. It replaces a committed metadata file, and is in no blob."""
     if metadata is None:
         return manifest
     parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in range(0, len(metadata), CHUNK_BYTES)]
@@ -423,7 +423,7 @@ def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "
 def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
     """Return whether `listed` is an empty object `folder/`, with which some clients mark a folder.
 
-    If the listing omits the slash, an object with the listed name exists for an empty file, but not for a marker.
+    Some listings omit the slash. Then `size` finds an empty file under the listed name, but no marker.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
@@ -432,7 +432,7 @@ def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
 
 
 def compute_stat_digest(directory: Path) -> str:
-    """Return a digest of a directory's names, sizes, modification times and inodes. Every write changes the digest.
+    """Return a digest of a directory's names, sizes, modification times and inodes. A write changes the digest.
 
     Raises:
         FileNotFoundError: the directory does not exist.
