@@ -166,7 +166,7 @@ class Driver:
                 with suppress(Exception):  # such as an error of the scheduler; the attempt gets it too
                     self._pending_entry.add_submitted(message)
         with suppress(TuneError):
-            if unhandled or submitted:
+            if unhandled or submitted or self._pending_entry.has_unfinished_work:
                 self._pending_entry.write(may_defer=False)
 
     def _run_loop(self, stop_source: StopSource) -> Experiment:
