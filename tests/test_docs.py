@@ -429,5 +429,5 @@ def test_no_function_and_no_class_with_options_lacks_an_example() -> None:
             value = getattr(owner, name)
             is_class = isinstance(value, type) and issubclass(value, OPTIONS) and not inspect.isabstract(value)
             if name[0] != "_" and (is_class or (callable(value) and not isinstance(value, type))):
-                example = "```python|ee `(uniform|ASHA|Random|MaxSt|FileLo|set_me|Tune)|` has an example"
+                example = "```python|ee `(uniform|ASHA|Random|MaxSt|FileLo|set_me|Tune)|has an example"
                 assert re.search(example, value.__doc__ or ""), name
