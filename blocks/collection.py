@@ -1,7 +1,7 @@
 """Prefect loads this module as an entry point of `prefect.collections`, so that the UI shows our blocks.
 
 A server registers blocks in the order of Prefect's registry, and rejects a block that refers to an unregistered type.
-So this module imports the credential blocks (servers and workers do so anyway), and moves our blocks behind them.
+So this module imports the credential blocks, which servers and workers import anyway, and moves our blocks to the end.
 """
 
 from __future__ import annotations

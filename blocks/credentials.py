@@ -26,7 +26,7 @@ from prefect_tune.stores.open_location import S3Access, S3Keys, make_key_provide
 
 @dataclass(frozen=True)
 class LazyBlockTypes:
-    """Annotates a field that accepts None or a block of a type in `names`; imports their `package` only when needed."""
+    """Annotates a field that accepts None or a block of a type in `names`; imports `package` only when needed."""
 
     package: str
     names: tuple[str, ...]
@@ -66,7 +66,7 @@ else:
 
 
 def import_lazy_block_types(model: type[Block]) -> None:
-    """Import the block types of the `model`'s fields, and set the fields' annotations, where Prefect looks for them."""
+    """Import the block types that the fields of `model` accept, and set them as annotations, which Prefect reads."""
     for field in model.model_fields.values():
         for annotation in field.metadata:
             if isinstance(annotation, LazyBlockTypes):
@@ -93,7 +93,7 @@ def get_block_endpoint(block: Any) -> str | None:
 def make_static_key_provider(
     access_key_id: str, secret_access_key: str, session_token: str | None
 ) -> Callable[[], S3Keys]:
-    """Return a provider of exactly these keys. Without a provider, obstore adds the environment's session token."""
+    """Return a provider of exactly these keys. Without one, obstore would add the environment's session token."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,

@@ -38,9 +38,9 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
     """Return the target that `value` describes, without contacting it. Only a slug needs the Prefect server.
 
     A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is the `block-type/name` slug of a
-    target block if it has no spaces, a single `/`, and before it only lower-case letters, digits and hyphens; so write
-    a relative path of two parts as `./runs/first`. All other strings, and each `PathLike`, are paths. A relative path
-    starts at the working directory; it is an error in a run of a deployment, whose worker chooses this directory.
+    target block if it contains no space and exactly one `/`, with only lower-case letters, digits and hyphens before
+    the `/`; so write a relative path of two parts as `./runs/first`. All other strings, and each `PathLike`, are paths.
+    A relative path starts at the working directory; in a run of a deployment, whose worker chooses it, it is an error.
 
     Raises:
         InvalidInput: `value` does not name a target, its scheme is read-only (`https`), the block is not saved on the
@@ -59,7 +59,7 @@ def resolve_existing(value: StorageTarget | str | os.PathLike[str]) -> StorageTa
 
 
 def validate_target(value: StorageTarget | str | os.PathLike[str]) -> None:
-    """Raise the errors that `resolve_target` finds without asking the Prefect server."""
+    """Raise those errors of `resolve_target` that can be found without the Prefect server."""
     _parse_target(value)
 
 
@@ -68,12 +68,12 @@ ABSOLUTE_PATTERN = r"(?:/|(?!(?:file|local)://(?!localhost/)[^/])[A-Za-z][A-Za-z
 
 
 def make_block_slug_pattern() -> str:
-    """Return a regular expression for JSON schemas, which matches the reference `type/name` of a saved target block."""
+    """Return a regular expression that matches the reference `type/name` of a saved target block, for JSON schemas."""
     return rf"(?:{'|'.join(sorted(_target_types_by_slug()))})/[^/\s]+"
 
 
 def require_absolute_target(value: StorageTarget | str | os.PathLike[str], where: str = "target") -> None:
-    """Check that a target is the same location in each process: no path below a process's working directory or home.
+    """Check that a target is the same location in each process, whatever the process's working directory and home are.
 
     Raises:
         InvalidInput: `value` is a relative path, or starts with `~`.

@@ -48,7 +48,7 @@ from prefect_tune.runtime.checkpoint import Checkpoint
 from prefect_tune.stores.deadline import Deadline
 from prefect_tune.stores.open_location import ENDPOINT_OPTIONS, Client, Location
 
-# Common to the blocks of this package: their logos, and their base class, `StrictBlock`.
+# What the blocks of this package have in common: logos, and the base class `StrictBlock`.
 
 
 def make_block_logo_url(name: str) -> HttpUrl:
@@ -70,7 +70,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
     schema_extra(schema, model)
     required = schema.get("required", ())
     last_fields = getattr(model, "_last_form_fields", ())
-    # The UI shows required fields, then optional ones, then `last_fields`. Within a group, the class's order stays.
+    # The UI shows required fields, then optional ones, then `last_fields`, each of them in the order of the class.
     sort_keys = {name: (name not in required, name in last_fields) for name in schema["properties"]}
     schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: sort_keys[item[0]]))
 
@@ -78,7 +78,7 @@ def _extend_schema(schema: dict[str, Any], model: type[Block]) -> None:
 class StrictBlock(Block, ABC):
     """A frozen Prefect block that rejects unknown fields.
 
-    One `InvalidInput` lists all invalid fields in one line. It does not print the whole input, which may have secrets.
+    One `InvalidInput` lists all invalid fields in one line. It omits the rest of the input, which may contain secrets.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, json_schema_extra=_extend_schema)
@@ -182,7 +182,7 @@ class StorageTarget(StrictBlock, ABC):
     """
 
     _client: ClassVar[Client | None] = None
-    """URIs that belong to this storage client become targets of this class (`_from_location`). If None, no URIs do."""
+    """The storage client whose URIs become targets of this class (`_from_location`); None if no URIs do."""
     _last_form_fields: ClassVar[frozenset[str]] = frozenset({"signing_key"})
 
     signing_key: SecretStr | None = Field(
@@ -317,13 +317,13 @@ class ObjectTarget(StorageTarget, ABC):
         options = {name: text for name, text in location.options.items() if name not in ENDPOINT_OPTIONS}
         fields: dict[str, Any] = {"bucket": location.container, "prefix": location.path, **options}
         if endpoint := location.endpoint:
-            # If the URI's endpoint begins with http:, the URI needs no further option to allow HTTP.
+            # An endpoint that begins with http: also sets `allow_http`, unless the URI sets this option itself.
             fields = {"allow_http": endpoint.startswith("http:"), **fields, "endpoint_url": endpoint}
         return cls(**fields)
 
     @property
     def _quoted_prefix(self) -> str:
-        """The prefix for a URI, with '%', '?' and '#' quoted."""
+        """The prefix as part of a URI: '%', '?' and '#' are percent-encoded."""
         return re.sub("[%?#]", lambda match: quote(match[0]), self.prefix)
 
     def _format_uri(self, base: str, *, endpoint: str | None, region: str | None = None) -> str:
@@ -370,7 +370,7 @@ class ObjectTarget(StorageTarget, ABC):
 
 
 def make_name_validator(kind: str, pattern: str) -> AfterValidator:
-    """Return a validator of bucket or container names, which must match `pattern`, and be neither URIs nor paths."""
+    """Return a validator of bucket or container names: a name must match `pattern`, and be neither a URI nor a path."""
 
     def validate_name(name: str) -> str:
         if "://" in name:
@@ -393,7 +393,7 @@ _REFUSAL_HINTS = {
     "write again": "read-only: listing is permitted, writing is not",
     "delete": "old checkpoints could never be removed",
 }
-"""For each step of the check: what it means for the user if the target refuses the step."""
+"""Maps a step of the check to what it means for the user if the target refuses this step."""
 _PROBE_FOLDER = ".check"  # not a valid experiment name, so no probe is ever read as a checkpoint
 _RACING_WRITER_COUNT = 4
 _MIN_SECRET_CHARACTERS = 6  # shorter secrets are not masked: "s" would mask half of the message
@@ -404,7 +404,7 @@ class TargetCheck:
     """The result of `check()`.
 
     `ok` says whether checkpoints can be committed on the target. `message` describes the error, or the successful
-    probes, in one line. If `conditional_create` is False, two runners could both commit, so use only one.
+    probes, in one line. If `conditional_create` is False, two runners could both commit, so use only one runner.
     """
 
     ok: bool
@@ -473,7 +473,7 @@ def _run_probes(store: ObjectStore) -> bool:
 def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     """Write, read back and list an object; return whether a second create of the object was refused."""
     data = os.urandom(64)
-    with _raising_probe_error("list"):  # before any write, so an error here is not about writing
+    with _raising_probe_error("list"):  # list before the first write, so that an error here is one of listing
         _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
     with _raising_probe_error("write"):
         create_idempotently(store, path, data)

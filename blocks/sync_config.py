@@ -84,8 +84,8 @@ class SyncConfig(StrictBlock):
     )
     artifact_excludes: tuple[str, ...] = Field(
         default=(),
-        description="Shell patterns of files and folders that are not uploaded: '*.tmp' at any depth, "
-        "'logs/*' or './rank_*' from the top of the trial directory.",
+        description="Shell patterns of files and folders that are not uploaded: '*.tmp' matches at any depth, "
+        "'logs/*' and './rank_*' only at the top of the trial directory.",
     )
     commit: Literal["sync", "async"] = Field(
         default="sync",
@@ -96,7 +96,7 @@ class SyncConfig(StrictBlock):
     verify_reused_every: WholeNumber = Field(
         default=16,
         ge=1,
-        description="Data that several checkpoints share is uploaded once. Each commit reads back and verifies a part, "
+        description="Data that several checkpoints share is uploaded once. Each commit reads back some of this data, "
         "so that this number of commits verifies all; damaged data is uploaded again. 1: each commit verifies all.",
     )
 
@@ -175,7 +175,7 @@ class SyncConfig(StrictBlock):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """The patterns of files that are not uploaded: the user's patterns, and those of the trial's internal files."""
+        """The patterns of files that are not uploaded: the user's patterns, and `NON_ARTIFACT_PATTERNS`."""
         from prefect_tune.core.storage.layout import NON_ARTIFACT_PATTERNS
 
         return (*self.artifact_excludes, *NON_ARTIFACT_PATTERNS)

@@ -467,4 +467,4 @@ TARGET_TYPES: Sequence[type[StorageTarget]] = (LocalTarget, S3Target, GcsTarget,
 if TYPE_CHECKING:
     AnyTarget: TypeAlias = StorageTarget
 else:
-    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # a union, since Prefect's forms offer its members
+    AnyTarget = reduce(operator.or_, TARGET_TYPES)  # a union, because Prefect's forms offer the members of a union

@@ -43,8 +43,8 @@ def drill(
     `torch.save`, safetensors, NumPy, JSON and Parquet files by tensor, array, key or column; other files by byte. If
     this comparison leaves open whether the training is deterministic, the drill trains undisturbed again. To find
     what was probably not restored, it compares the states of random generators, optimizers, learning rate schedules,
-    scalers and counters at the resume. The runs train one after another on this machine, each attempt in a copy of the
-    working directory. Linear algebra uses one thread, because more threads change the order in which sums are rounded.
+    scalers and counters after each resume. The runs train one after another on this machine, each attempt in a copy of
+    the working directory. Linear algebra uses one thread, because the order of sums would vary with more threads.
 
     ```python
     report = pt.drill("prefect_tune.demo.model:Digits", {"width": 32})
@@ -56,12 +56,12 @@ def drill(
         target: where the runs store checkpoints: an absolute path or URI, the `type/name` of a saved block, or the
             block; in a script also a relative path. Default: a temporary folder.
         steps: how many steps each run trains.
-        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` selects the steps, and each
+        kills: how many times the drill kills a process of the second run (SIGKILL). `seed` selects the step and the
             process: that of the trial, of the search (perhaps during an upload), or of a rank other than 0, if any.
         at: the steps after which to kill, instead of those that `seed` selects.
         seed: the seed with which the kills are drawn.
         save_every: the number of steps from one save of a class trainable to the next. Default: `steps` / 4. A function
-            saves whenever it reports a checkpoint.
+            trainable saves whenever it reports a checkpoint.
         hours_between_failures: the mean time between failures, for the advice on how often to save.
         processes_per_trial: how many processes train together; see `pt.durable_trainable`.
         keep: whether to keep the runs' experiments on the target.
@@ -73,7 +73,7 @@ def drill(
         NotExact: the runs differ. The error names the first difference and its cause; its `report` is the DrillReport.
         InvalidInput: an argument is invalid; nothing was trained.
         StoreUnavailable, StoreRefused: the target cannot be used.
-        TuneError: a run failed for another reason; the message has its last output.
+        TuneError: a run failed for another reason; the message contains the last output of the run.
     """
     plan = make_drill_plan(
         trainable,
@@ -104,4 +104,4 @@ def drill(
 run_drill = public_task(
     name="run-drill", task_run_name="drill {trainable}", cache_policy=NO_CACHE, persist_result=False
 )(drill.fn)
-"""`drill` as a task with the same arguments: `run_drill.map([...], target=unmapped(...))` in your own flow."""
+"""`drill` as a task with the same arguments; call `run_drill.map([...], target=unmapped(...))` in your own flow."""

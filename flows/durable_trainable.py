@@ -104,10 +104,10 @@ def durable_trainable(
             flow run, so that *Retry* resumes. In your own flow, the first call uses the id of the outermost flow run,
             and each further call uses a name that begins with this id.
         stop: limits of metrics, such as `{"step": 100}`; the training stops when a metric is `>=` its limit. In code
-            also a function of the metrics, or a stopper. Default: when the trainable is done.
+            also a function of the metrics, or a stopper. Default: the training stops when the trainable is done.
         checkpoint: when a class trainable saves. Default: every 60 s and at the end.
         retention: which checkpoints to keep. Default: all.
-        failures: the two retry budgets. Default: 0 for failures of the trainable, 10 for failures of the machine.
+        failures: the budgets of retries. Default: 0 for failures of the trainable, 10 for failures of the machine.
         sync: periods and timeouts in seconds, and artifacts; with `commit="async"`, training continues during uploads.
         isolation: `process` trains in a child process; `thread` trains in this process, for debuggers.
         processes_per_trial: how many processes train together, each with the whole trainable and a rank in the
@@ -132,7 +132,7 @@ def durable_trainable(
     """
     parameters = dict(locals())  # all parameters except `config` are fields of `SearchPlan`
     parameters.pop("config")
-    from prefect_tune.ownership import with_experiment_name  # here, since only calls need these modules
+    from prefect_tune.ownership import with_experiment_name  # imported here, since only calls need these modules
     from prefect_tune.tuner.run_training import run_training
 
     plan = SearchPlan(**parameters)

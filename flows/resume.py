@@ -96,7 +96,7 @@ def resume(
         rerun_errored: retry errored trials, with their configurations; `only` trains only these.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         fork: name of a new experiment that continues from `experiment`, which stays unchanged and may be running. The
-            target copies the checkpoints. A fork that exists, for example after a retry, is resumed.
+            target copies the checkpoints. If the fork exists already, for example after a retry, it is resumed.
         at: only with `fork`: number of the journal entry after which the fork begins. Default: the last entry.
         strict_fork: refuse to fork if a checkpoint that was live at the entry `at` has been deleted since. By default,
             a trial whose checkpoint was deleted continues from its newest remaining one or from step 0, with a warning.
@@ -112,7 +112,7 @@ def resume(
         nodes_per_trial: how many nodes train a trial together from now on; see `tune`.
         min_nodes: number of nodes with which an attempt begins from now on; see `tune`.
         metrics_from: which metrics a step of several processes reports from now on; see `tune`.
-        trainable: `package.module:Name`; required if the journal has no import path of it, or one that is not trusted.
+        trainable: `package.module:Name`; required if the journal has no import path for it, or an untrusted one.
         callbacks: callbacks from now on. The journal cannot store callback objects: if they are not passed here, the
             search continues without them, and logs a warning.
         sync: periods and timeouts in seconds, and artifacts, from now on.
@@ -149,7 +149,7 @@ def resume(
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
         if (source := load_fork_origin(resolved, request)) is not None:
-            make_plan(source)  # only so that its errors are raised before the fork exists
+            make_plan(source)  # only to raise the errors of a plan before the fork exists
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
     if not state.entry_count:
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not get_earlier_choices(state):  # a total from a form may exceed `num_samples`
+    if options["search"] is None and not get_earlier_choices(state):  # a form may have set a higher total
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

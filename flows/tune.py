@@ -105,7 +105,7 @@ def tune(
         mode: whether the metric is minimized (`min`) or maximized (`max`); one mode for all metrics, or one for each.
             Default: `min`, with a warning for a name such as `accuracy`.
         num_samples: total number of configurations to try; with a grid, how many times each point is tried. Default:
-            the number in `search`; without `search`, 1 if the only sampled values are grids, and 10 for other spaces.
+            the `num_samples` of `search`; without `search`, 1 if all sampled values are grids, otherwise 10.
         samples_per_run: how many samples each scheduled run adds to the samples of earlier runs, instead of a total in
             `num_samples`. Unfinished samples come first. A restart (Retry, Resume, automation) adds no samples.
         stop: a trial is finished when a metric reaches a limit (`>=`, like Ray), such as `{"step": 100}`. Limits of the
@@ -113,7 +113,7 @@ def tune(
             `pt.MaxSteps(100) | pt.MaxFailures(5)`.
         scheduler: ends poor trials early. In JSON `{"ASHA": {"max_t": 81}}`, in code `pt.ASHA(max_t=81)`.
             Default: all trials continue.
-        search: the algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search and grids.
+        search: the search algorithm. In JSON `{"OptunaSearch": {"num_samples": 40}}`. Default: random search and grids.
         seed: seed of all random draws, 0 or more. Default: derived from the experiment's name.
         time_budget_seconds: seconds after which all trials save and the run ends; another run continues. Default: none.
         max_concurrent_trials: how many trials train at once. Default: one trial for each CPU, or as many trials as fit
@@ -139,7 +139,7 @@ def tune(
         trial_deployment: a deployment of `prefect_tune.flows.train_trial.train_trial`, named as `flow/deployment`.
         trial_job_variables: job variables of the trials' flow runs, such as CPU and memory, named as in the work pool.
         trial_tags: tags of each attempt's task run, and of its flow run if it has one. Prefect's limits by tag apply.
-        concurrency_limits: Prefect's global concurrency limits; each attempt waits for and holds a slot of each limit.
+        concurrency_limits: names of Prefect's global concurrency limits; each attempt waits for a slot of each.
         sync: periods and timeouts in seconds, and artifacts; with `commit="async"`, training continues during uploads.
         callbacks: callbacks on events of the trials: `package.module:Name`; in code also `pt.FileLogger()`.
         isolation: `process` trains each trial in a child process; `thread` trains it in this process, for debuggers.
@@ -147,7 +147,7 @@ def tune(
             environment variables of `torch.distributed`; `pt.get_trial().rank` is the rank. `(1, 8)`: as many processes
             as the attempt has GPUs, or CPUs if it has no GPUs, at least 1 and at most 8.
         nodes_per_trial: how many nodes train a trial together; the nodes share only the target. Each node has
-            `processes_per_trial` ranks, and is a flow run of `trials="deployment"` or a task on Dask or Ray.
+            `processes_per_trial` ranks, and is a flow run (with `trials="deployment"`), or a task on Dask or Ray.
         min_nodes: number of nodes with which an attempt begins if the others have not begun after 2 minutes.
             Default: all.
         metrics_from: which metrics a step of several processes reports: the metrics of `rank 0`; or, for each number

@@ -1,7 +1,7 @@
 """The engine's tasks that publish, download and delete a checkpoint, and the public tasks for users' own flows.
 
 The engine's tasks take a `CheckpointKey` or `TrialKey`. Besides the errors in their docstrings, they raise
-`StoreRefused` (for credentials, permission or bucket; retried within `retrying_refusals`), and `StoreUnavailable` or
+`StoreRefused` (wrong credentials, permission or bucket; retried within `retrying_refusals`), and `StoreUnavailable` or
 `CommitUnknown` if all retries failed. The public tasks take names, and call the engine's functions. To save or delete,
 they take ownership of the experiment (see `prefect_tune.ownership`).
 """
@@ -377,7 +377,7 @@ class _CheckpointSave:
         return [StepReported(trial=trial, report=self._report)] if state.trial(trial).step < self._report.step else []
 
     def _publish_directory(self, state: Experiment) -> SaveResult:
-        """Publish the directory as a checkpoint, which the next journal entry must then name.
+        """Publish the directory as a checkpoint, which the caller must then name in the next journal entry.
 
         Raises:
             SaveOvertaken: an earlier save of the step was published, but failed before its entry was written. The

@@ -135,7 +135,7 @@ def restore_experiment_state(*, target: TargetLike, experiment: str) -> Experime
     """Take over an experiment for this flow run and return its state; create it if it does not exist.
 
     Afterwards all saves of other runs and of this run's earlier tries fail. The task adopts a checkpoint whose save
-    was killed just before its journal entry, and running trials become pending. The first `save_checkpoint` of a flow
+    was killed just before its journal entry, and makes running trials pending. The first `save_checkpoint` of a flow
     run does the same; call this task before the training to stop an earlier run's writes, or to see which trials have
     finished. To read without taking over, use `pt.load_results`. If the experiment is new and another experiment on the
     target has a similar name, the task logs a warning.
@@ -192,7 +192,7 @@ def sync_experiment_state(
         trial: the trial's name in the experiment; it is added if it is new.
         reports: the metrics of trained steps, by step, such as `{1: {"loss": 0.5}}`. Steps up to the newest step of
             the running attempt are left out, because the journal has them. If no attempt is running, steps up to the
-            checkpoint from which the next attempt continues are left out. `save_checkpoint` journals its step's report.
+            checkpoint from which the next attempt continues are left out. `save_checkpoint` reports its own step.
         config: the configuration of a new trial; an existing trial must have the same configuration.
         status: how the trial ends: `completed`; `paused`, so that a later run continues it; or `errored`. A later save
             continues the trial in any case. Default: the trial does not end.
@@ -281,7 +281,7 @@ def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
     """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    The task warns of each trial of which the origin has deleted checkpoints, and of each with only quarantined ones.
+    The task warns of each trial with checkpoints that the origin has since deleted, or with only quarantined ones.
 
     Raises:
         InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
@@ -356,7 +356,7 @@ def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
 def _load_requested_fork_point(
     store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
 ) -> ForkPoint:
-    """Return the origin at the requested entry. Default: the entry of an earlier try, or else the last entry."""
+    """Return the origin at the requested entry; by default, at the entry of an earlier try, or else at the last."""
     earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     point = load_fork_point(store, origin.key, entry)
@@ -406,7 +406,7 @@ def publish_results(
         reports = curves or read_curves(store, experiment)
         for rows, path in paths.items():
             table = trials_to_arrow(experiment) if rows == "trials" else curves_to_arrow(experiment, reports)
-            with suppress(AlreadyExists):  # the file has the entry's number in its name, so the same content
+            with suppress(AlreadyExists):  # an existing file of this entry has the same content
                 store.create(path, to_parquet(table, {**metadata, "version": COLUMN_VERSIONS[rows]}))
             delete_older_documents(store, before=path)
     return paths

@@ -45,7 +45,7 @@ def verify_checkpoints(
     """Read a share of the live checkpoints of an experiment and check every byte; see `inspect_checkpoints`.
 
     Args:
-        share: the checkpoints to read.
+        share: which of the checkpoints to read.
         max_bytes: read no further checkpoint after this number of bytes. None: no limit.
         until: read no further checkpoint after this time.
 
@@ -117,6 +117,6 @@ def collect_garbage(
 
 
 def _make_time_check(until: datetime | None) -> Callable[[], bool]:
-    """Return a function that tells whether another item may start: not after `until`, or after 80 % of the timeout."""
+    """Return a function that tells whether another item may start: none after `until` or after 80 % of the timeout."""
     deadline = datetime.now(UTC) + _MAX_START_FRACTION * _TIMEOUT
     return lambda: datetime.now(UTC) < (deadline if until is None else min(deadline, until))

@@ -176,7 +176,7 @@ def run_trial(
     spec = replace(spec, trial=state.trial_key(args.trial))
     result = state.trial(args.trial)
     if result.phase is not Phase.FINISHED:
-        with isolated_run_context():  # otherwise uploads would wait for slots of this task's tags
+        with isolated_run_context():  # so that uploads do not wait for slots of this task's tags, which it holds itself
             result, outcome = run_interruptible(
                 lambda stop: _run_attempt_without_search(spec, state, stop),
                 grace=spec.grace_period,

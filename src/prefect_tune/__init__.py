@@ -312,12 +312,12 @@ def __getattr__(name: str) -> object:
         else:
             value = getattr(import_module(_MODULE_BY_NAME.get(name, "prefect_tune.core.errors")), name)
     except KeyboardInterrupt:
-        # The import takes seconds, so users may interrupt it. No traceback: it would only show some imported module.
+        # The import takes seconds, so users may interrupt it. `from None`: the cause would only show some module.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     finally:
         if is_gc_enabled:
             gc.enable()
-    globals()[name] = value  # then Python does not call this function for later uses of the name
+    globals()[name] = value  # so that Python does not call this function when the name is used again
     return value
 
 

@@ -103,7 +103,7 @@ def find_metric_columns(reports: pa.Table, metrics: Sequence[str]) -> Mapping[st
 
 
 def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
-    """Return `table` as a Parquet file with `metadata` in its schema; the keys get the prefix `prefect-tune/`."""
+    """Return `table` as a Parquet file whose schema contains `metadata`, each key with the prefix `prefect-tune/`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -114,9 +114,9 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
-    """Return the reports in a Parquet file; None if it is damaged, has another version, or its digest is not `digest`.
+    """Return the reports in a Parquet file; None if it is damaged, or stores another version or digest.
 
-    If this returns None, the caller reads the reports from the journal. Nothing in the file is executed.
+    `digest` is of the journal's last entry. If the result is None, read the journal. Nothing in the file is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

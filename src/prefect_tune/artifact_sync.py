@@ -1,6 +1,6 @@
 """The syncers of a trial's artifacts: `pt.Syncer`, which users may subclass, and the built-in syncer for any target.
 
-The built-in syncer mirrors a directory in the background. Each file is one plain object; only changed files are sent.
+The built-in syncer mirrors a directory in the background. Each file becomes one object; only changed files are sent.
 
     <directory>/logs/events.out   ──►   <remote>/logs/events.out
 
@@ -64,12 +64,12 @@ class SyncAction(Enum):
 
 
 class Syncer(ABC):
-    """Copies a directory to a target and back, at most once per period, and retries failed syncs.
+    """Copies a directory to a target and back, on request or at most once per period, and retries failed syncs.
 
     A subclass needs only the three abstract methods, and need not call the constructor of `Syncer`. Each attempt of a
     trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods can do their
-    work before they return, or in the background. A subclass that works in the background should override `retry`,
-    and also `wait`, which raises the errors.
+    work before they return, or in the background. A subclass that works in the background must override `retry`, and
+    also `wait`, which then raises the errors.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
@@ -235,7 +235,7 @@ class _Command:
 class TargetSyncer(Syncer):
     """Syncs directories with a target in the background, one command at a time, in the order of the calls.
 
-    While a command runs, other commands are queued, and never dropped. A sync that equals the last queued sync of the
+    While a command runs, all later commands wait in a queue. A sync that equals the last queued sync of the
     same remote directory is not queued again, because the queued sync will copy the files that exist when it begins. A
     command is stopped after `sync_timeout`; the next command begins only after the stopped command has ended.
 
@@ -346,7 +346,7 @@ class TargetSyncer(Syncer):
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
                 if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
-                    del self._failed_commands[command]  # raised only once: no retry can help, and no upload is missing
+                    del self._failed_commands[command]  # raise it only once: no retry helps, and no upload is missing
                 if error is None:
                     raise TuneError(f"{command}: it was not done when this syncer was copied; `retry` runs it again")
                 if isinstance(error, TuneError):
@@ -367,7 +367,7 @@ class TargetSyncer(Syncer):
             self._next_start_seconds = 0.0
 
     def _is_sync_due(self, action: SyncAction) -> bool:
-        """A running sync counts as the last. After failures, no sync is due for 2, 4, ... s, at most `sync_period`."""
+        """Count a running sync as the last one; after failures, none is due for 2, 4, ... s, at most `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
@@ -481,7 +481,7 @@ def _make_absolute(local_dir: str) -> str:
 
 
 def _drop_built_in_patterns(exclude: list[str] | None) -> tuple[str, ...]:
-    """Return only the user's patterns, so that a file that a built-in pattern leaves out is reported."""
+    """Return only the user's patterns, so that files are reported if a built-in pattern leaves them out."""
     return tuple(pattern for pattern in exclude or () if pattern not in NON_ARTIFACT_PATTERNS)
 
 
@@ -590,7 +590,7 @@ class ArtifactMirror:
 
 
 def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Return whether a file, one of its folders or the directory itself is left out: then the file may still exist."""
+    """Return whether a file, one of its folders or the directory itself is left out, so that the file may exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 

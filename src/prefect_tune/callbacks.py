@@ -55,7 +55,7 @@ class SearchInfo:
     objective: Objective | None
     """The metrics by which trials are compared; None if the search has no metric."""
     generation: int = 1
-    """The number of experiments that have had this name, with this one; a deletion lets another experiment have it."""
+    """The number of experiments that have had this name, including this one; a deletion makes the name free again."""
 
 
 class Callback:
@@ -87,7 +87,7 @@ class Callback:
         """Called before all other hooks. If `setup` raises, this run calls no other hook of the callback."""
 
     def on_trial_start(self, trial: Trial, started: AttemptStarted) -> None:
-        """An attempt begins after step `started.from_step`; older attempts' reports of later steps no longer count."""
+        """An attempt continues from step `started.from_step`; earlier reports of later steps no longer count."""
 
     def on_trial_restore(self, trial: Trial, started: AttemptStarted) -> None:
         """An attempt begins from a checkpoint; called before `on_trial_start`."""

@@ -81,7 +81,7 @@ class JournalWriter:
         self._writer = writer
 
     def write(self, events: Sequence[Event], stamp: WriteStamp | None = None) -> Experiment:
-        """Write the next entry, which is durable when this returns; return the state after the entry.
+        """Write the next entry, which is durable when this method returns; return the state after the entry.
 
         Raises:
             Superseded: another process owns the journal now.
@@ -112,9 +112,9 @@ def write_entry_directly(
 
 
 def read_experiment_id(target: StorageTarget, experiment: JournalKey) -> str | None:
-    """Return the digest of the journal's first entry; None if there is no such experiment. Sends one request.
+    """Return the digest of the journal's first entry; None if there is no such experiment. This takes one request.
 
-    The digest is unique. If an experiment is deleted and created again under the same name, it has another digest.
+    The digest is unique: an experiment that is created after a deletion, under the same name, has another digest.
     """
 
     def read_digest(store: ObjectStore) -> str | None:
@@ -236,15 +236,15 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
 """The tasks that run attempts have `task_key`s with these prefixes, in a search and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The `Owner` values with which this process took over journals. Their attempts are alive, so they stay Running."""
+"""The `Owner` values with which this process took over journals. Their attempts are alive, and stay Running."""
 
 
 def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:
-    """Set the task runs of attempts that were running in `before`, the state before the takeover, to Crashed.
+    """Set to Crashed the task runs of those attempts that were running in `before`, the state before the takeover.
 
     A daemon thread does this, so the process can exit at once; errors of the Prefect server are ignored. An attempt
     whose flow run is alive keeps its state, and ends by itself as soon as it detects that it was superseded. If the
-    thread finds later that the flow run has ended, the thread sets the attempt to Crashed.
+    thread finds later that the flow run has ended, the thread sets the attempt's task run to Crashed.
     """
     owner_before, is_own = before.owner, before.owner in _owners_of_this_process
     _owners_of_this_process.add(owner)
@@ -264,7 +264,7 @@ def mark_attempt_crashed(supervisor: Owner, owner: Owner) -> None:
 def _mark_attempts_crashed(dead_owner: Owner, owner: Owner, run_count: int | None) -> None:
     if dead_owner.flow_run is None:
         return
-    is_same_run = dead_owner.flow_run == owner.flow_run  # if so, the dead owner's run ended before the restart
+    is_same_run = dead_owner.flow_run == owner.flow_run  # then the flow run was restarted after the dead owner's end
     successor = "the trial's next attempt" if run_count is None else f"run {run_count} of this flow run"
     if not is_same_run:
         successor = f"flow run {owner.name!r}" if owner.flow_run else str(owner)

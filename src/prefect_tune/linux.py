@@ -118,7 +118,7 @@ def list_other_thread_names() -> list[str]:
     names = []
     for task in tasks:
         with suppress(OSError):  # the thread has ended
-            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, maybe within a character
+            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, even in a character
             names.append(name.decode(errors="replace").strip())
     return names
 
@@ -198,7 +198,7 @@ class MemoryLimit:
         self._folders = list(iter_control_groups("memory", root, own))
 
     def read_limit(self) -> int:
-        """Return the lowest of the control groups' limits and the machine's memory, in bytes."""
+        """Return the lowest limit of the control groups, or the machine's memory if that is lower, in bytes."""
         limits = self._iter_values("memory.max", "memory.limit_in_bytes")
         return min((*limits, _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")))
 
@@ -253,7 +253,7 @@ def copy_range(source: int, file: int, length: int, offset: int) -> int:
     If possible, the kernel or the file server copies the bytes; XFS and Btrfs share the blocks.
     """
     if uses_linux_calls():
-        with suppress(OSError):  # not supported; any other error is raised by the calls below, too
+        with suppress(OSError):  # the call is not supported; the calls below raise any other error, too
             if count := os.copy_file_range(source, file, length, offset):
                 return count
     return os.write(file, os.pread(source, min(length, _COPY_BYTES), offset))

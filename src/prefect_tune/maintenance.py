@@ -1,7 +1,7 @@
 """Maintain experiments one after the other, and delete an experiment.
 
-Maintenance verifies, quarantines, prunes and collects garbage. A deletion can report beforehand what it would delete,
-and is rejected while a run may own the experiment.
+Maintenance verifies, quarantines and prunes checkpoints, and collects garbage. A dry run of a deletion reports what the
+deletion would delete. A deletion is rejected while a run may own the experiment.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ExperimentMaintenance:
     verified_count: int = 0
     verified_bytes: int = 0
     unread_count: int = 0
-    """Sampled checkpoints that were not read because of the run's limits."""
+    """Checkpoints of the day's sample that were not read, because a limit of this run was reached."""
     damaged: list[DamageFinding] = field(default_factory=list)
     pruned_count: int = 0
     """Checkpoints that this run retired; in a dry run, checkpoints that it would retire."""
@@ -235,7 +235,7 @@ class MaintenanceOptions:
 
 
 def maintain_experiments(options: MaintenanceOptions, names: Iterable[str], today: date) -> MaintenanceReport:
-    """Maintain the experiments one by one, in an order that changes daily, because the time may not suffice for all."""
+    """Maintain the experiments one by one; their order changes daily, because the time may not suffice for all."""
     maintained, unstarted = list[ExperimentMaintenance](), list[SkippedWork]()
     for name in sorted(names, key=lambda name: hash_bytes(f"{today.toordinal()}/{name}".encode())):
         if options.until is None or datetime.now(UTC) < options.until:
@@ -372,7 +372,7 @@ def delete_experiment(
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed.
     """
     resolved = resolve_existing(target)
-    owner, stamp = make_process_owner(), new_write_stamp()  # the same in all tries, so that a retry is recognized
+    owner, stamp = make_process_owner(), new_write_stamp()  # all tries use these, so that a retry is recognized
 
     def inspect_experiment(store: ObjectStore) -> tuple[JournalKey, ExperimentContents]:
         # A folder without a journal is no experiment, and is not deleted.

@@ -137,7 +137,7 @@ def live_output(
                 on_error(error)
             ended.wait()
 
-    context = copy_context()  # by this context, the kernel finds the cell to which the thread's output belongs
+    context = copy_context()  # from it, the kernel knows in which cell to show the thread's output
     thread = threading.Thread(target=context.run, args=(run_display,), name="cell-output", daemon=True)
     thread.start()
     try:
@@ -170,7 +170,7 @@ def can_show_html(environment: Mapping[str, str] = os.environ) -> bool:
 _QUIET_FILTER = QuietFilter()
 _guard = threading.Lock()
 _active_uses: list[object] = []  # one object per running `quiet_console` block
-_jupyter_consoles: dict[Console, bool] = {}  # the previous `is_jupyter` of each console
+_jupyter_consoles: dict[Console, bool] = {}  # the original `is_jupyter` of each console that `quiet_console` changed
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def quiet_console() -> Iterator[None]:
                 console.is_jupyter = is_jupyter
 
 
-# Render trials and progress as the tables of a terminal, and results with their learning curves.
+# Render trials and progress as the tables that a terminal would show, and results with their learning curves.
 
 _TERMINAL_WIDTH = 120
 _TERMINAL_HEIGHT = 34

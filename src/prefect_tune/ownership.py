@@ -1,17 +1,17 @@
 """Ownership of experiments by flow runs: only the owner writes the journal; each takeover begins a new term.
 
-    a search, a training    one process: `make_next_owner` returns the owner that may take over; the attempts write
-                            the journal through this process, or post to outboxes that this process reads
-    a user's own flow       its tasks, in any processes: the first task takes over the journal by `ensure_ownership`;
-                            each task writes one entry after another by `append_entry_after_newer`
+    a search, a training    one process takes over the journal, with the owner from `make_next_owner`; the attempts
+                            write the journal through this process, or post to outboxes that this process reads
+    a user's own flow       its tasks write the journal from any processes: `ensure_ownership` takes it over in the
+                            first task, and `append_entry_after_newer` writes each entry after those of other tasks
 
 No process watches a run. The next run takes over the journal without asking the present owner. The exception is a
 scheduled run, which ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive by the owner's state
 and heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have
 crashed. `terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
 
-The tasks of a user's own flow have no memory, so they read from the journal whether their flow run owns the experiment,
-has lost it, or never owned it: each takeover names the flow run and its run count. No run retakes a lost experiment.
+The tasks of a user's own flow share no memory, so they read from the journal whether their flow run owns the experiment
+now, only earlier, or never: each takeover names the flow run and its run count. A superseded run never takes it back.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ MAX_WRITE_RACES = 16
 _PROCESS_ID = uuid4().hex[:8]
 """Identifies the process of a script, which has no flow run."""
 _write_locks: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
-"""A lock for each target and experiment, since two writes of this process could collide without create-if-absent."""
+"""A lock for each target and experiment: without create-if-absent, one write of this process may overwrite another."""
 _Result = TypeVar("_Result")
 
 
@@ -109,19 +109,19 @@ def check_target(target: StorageTarget) -> TargetCheck:
 _root_targets: dict[str, str] = {}
 """For each root run's id: the target of the first call without a name; that call's experiment is named by the id."""
 _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
-"""For each target and experiment name: the last caller in this process that claimed it, with its task and try."""
+"""For each target and experiment name: the `CallPath.caller` of the last call in this process that claimed the name."""
 
 
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     """Return `plan` with a name for its experiment, for a call that passes no name; a repeated call gets the same name.
 
-    For each experiment of a root run, a document identifies the call that claimed the name, by the call's location and
-    a digest of what the call trains. The first call gets the root's id as its name; every other call gets the id
-    and a digest of its number. So a retry may repeat the calls in another order, or only some of them.
+    For each experiment of a root run, a document on the target records the call that claimed the name: the call's
+    location, and a digest of what the call trains. The name for the first call is the root's id; for every other call,
+    the id and a digest of a number. So a retry may repeat the calls in another order, or only some of them.
 
     Raises:
-        InvalidInput: a retry could not distinguish this call from a running call; or no call of this try has claimed
-            an unfinished experiment of an earlier try, so this call may be a changed form of the call that began it.
+        InvalidInput: a retry could not distinguish this call from a running call; or an earlier try left an unfinished
+            experiment, which no call of this try has claimed, so this call may be the changed call that began it.
     """
     values = (plan.trainable, plan.space, plan.metric, plan.mode, plan.search, plan.scheduler, plan.seed, config)
     path, uri = current_call_path(values), plan.target.uri
@@ -131,7 +131,7 @@ def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     claim_call_key(path.key)
 
     def find_name(store: ObjectStore) -> tuple[str, list[str]]:
-        """Return this call's name alone, or the first free name and the names that only earlier tries have claimed."""
+        """Return the name that this call has claimed, or the first free name and the names claimed by earlier tries."""
         free_name, unclaimed_names = "", []
         for name in chain([root], (f"{root}-{hash_bytes(f'{path.prefix}:{n}'.encode())[:12]}" for n in count())):
             call = read_claiming_call(store, name)
@@ -358,7 +358,7 @@ def make_trial_entry_writer(trial: str) -> EntryWriter:
     """Return a function that journals the events of an attempt of `trial` while other tasks of this run may write too.
 
     The function raises `Superseded` if another attempt of the trial has begun, or this attempt was ended. It raises
-    `SaveOvertaken` if an event commits a save during which another task committed or retired a checkpoint of the trial.
+    `SaveOvertaken` if an event commits a save, but another task has meanwhile changed the checkpoints of the trial.
     """
 
     def write(

@@ -19,7 +19,7 @@ BUILT_IN_MODULES = {
         "prefect_tune.core.experiment.stoppers",
     ),
 }
-"""The modules of the schedulers, searches and stoppers with a JSON form, by parameter, such as `stop`, and by name."""
+"""For each parameter, such as `stop`: the names of the classes that have a JSON form, each with its module."""
 
 OPTION_FIELDS: Mapping[str, str] = {
     "ASHA": "max_t grace_period reduction_factor brackets variant",
@@ -40,4 +40,4 @@ OPTION_FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of each option class. A dict with exactly these keys is an object that a client sent without its class."""
+"""The fields of each class. A dict with exactly a class's fields as keys is an object, sent without its class."""

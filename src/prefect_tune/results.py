@@ -119,7 +119,7 @@ def _choose_objective(
     """Return the objective of `metric` and `mode`; if `metric` is None, return `default`, the search's objective.
 
     Raises:
-        InvalidInput: `metric` is None, and `mode` contradicts the mode of the search.
+        InvalidInput: `metric` is None, but `mode` is neither the default nor the mode of the search.
     """
     if metric is not None:
         return make_objective(metric, mode)
@@ -130,7 +130,7 @@ def _choose_objective(
 
 
 class Trials(Mapping[str, Trial]):
-    """The trials of an experiment by name. `print` and a notebook show the first 20 of them as a table."""
+    """The trials of an experiment, by their names. `print` and a notebook show the first 20 of them as a table."""
 
     def __init__(self, trials: Mapping[str, Trial], metrics: Sequence[str] = ()) -> None:
         """Args: metrics: the metrics to show. Default: the metrics of the first trial that has reported any."""
@@ -188,7 +188,7 @@ class Results:
 
     @cached_property
     def cost(self) -> ExperimentCost:
-        """The seconds of the experiment's slots by what they were used for, in total and for each run and attempt.
+        """The seconds of the experiment's slots in each `CostCategory`, in total and for each run and attempt.
 
         The time of a running attempt is counted up to the newest live status on the target.
         """
@@ -214,14 +214,14 @@ class Results:
     ) -> Trial:
         """Return the best trial; of equal trials, the one that was proposed first.
 
-        Running and errored trials are compared too; see their `status`.
+        Running and errored trials are compared too; check the `status` of the returned trial.
 
         ```python
         trial = results.best_trial("accuracy", "max", scope="all")
         ```
 
         Args:
-            metric: the metric to compare by; further metrics break ties. Default: the metric of the search.
+            metric: the metric to compare by, or several: later ones break ties. Default: that of the search.
             mode: the mode of `metric`, see `load_results`.
             scope: which reports of a trial are compared: the last (`"last"`, as in `prefect-tune show`), the best
                 (`"all"`), the mean of all (`"avg"`), or of the last five or ten (`"last-5-avg"`, `"last-10-avg"`).
@@ -350,7 +350,7 @@ class Results:
         """Return the checkpoint with the best metrics, of one trial or of all; None if no checkpoint has the metrics.
 
         Its trial may differ from `best_trial`, since that method compares last reports. With several metrics, further
-        metrics break ties. If checkpoints are equal, return the oldest one of the trial that was proposed first.
+        metrics break ties. If checkpoints are equally good, return the oldest one of the trial that was proposed first.
         For a single trial, this is the checkpoint that `Retention(best=1)` keeps.
 
         ```python
@@ -373,7 +373,7 @@ class Results:
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return a trial, or all; read them again if one has not ended, since its checkpoints may have changed."""
+        """Return `trial`, or all; read them again if one had not ended, since its checkpoints may have changed."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
         if all(earlier.phase in ENDED_PHASES for earlier in trials):
             return trials
@@ -421,7 +421,7 @@ class Results:
             InvalidInput: pandas is not installed.
         """
         try:
-            import pandas as pd  # noqa: F401  pyarrow's `to_pandas` imports it, but its error is less clear
+            import pandas as pd  # noqa: F401  without pandas, pyarrow's `to_pandas` raises a less clear error
         except ImportError as missing:
             install = "pip install 'prefect-tune[pandas]'"
             raise InvalidInput(f"to_pandas needs pandas: {install}; `to_arrow` works without pandas") from missing
@@ -442,7 +442,7 @@ class Results:
         return render_results_html(report, self._read_curve_points, partial(self._read_cost, _DISPLAY_TIMEOUT))
 
     def _read_curve_points(self, trials: Sequence[str], metrics: Sequence[str]) -> CurvePoints:
-        """Return the downsampled learning curves of some trials. Raises the target's errors."""
+        """Return the downsampled learning curves of `trials`. Raises the target's errors."""
         reports = self._reports if "_reports" in vars(self) else self._read_reports(_DISPLAY_TIMEOUT)
         return select_curve_points(reports, trials, metrics)
 
@@ -502,8 +502,8 @@ def export_checkpoint(
     A second call completes an interrupted export. `plain` omits the two JSON files.
 
     Returns:
-        For each default name, `config.json` and `metrics.json`, the name of the written file. It is another name, such
-        as `trial-config.json`, if the checkpoint itself has a file of this name. With `plain`, the mapping is empty.
+        A mapping from each default name, such as `config.json`, to the name of the written file, for example
+        `trial-config.json` if the checkpoint itself has a `config.json`. With `plain`, the mapping is empty.
 
     Raises:
         InvalidInput: the directory has other content, which is not changed.
@@ -516,7 +516,7 @@ def export_checkpoint(
         manifest = read_manifest(store, key)
         paths = [*(file.path for file in manifest.files), *manifest.empty_directories]
         taken_names = {path.partition("/")[0] for path in paths}
-        if trial.last_clone_sequence is not None:  # after an exploit, `trial.config` may be newer
+        if trial.last_clone_sequence is not None:  # after an exploit, `trial.config` may be newer than the checkpoint
             config = find_checkpoint_config(read_entries(store, experiment.key), trial.id, ref.sequence)
     names: dict[str, str] = {}
     for name in (_CONFIG_FILE, _METRICS_FILE):

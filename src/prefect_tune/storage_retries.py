@@ -31,7 +31,7 @@ _Argument = TypeVar("_Argument")
 _Out = TypeVar("_Out")
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)
 """Pauses between tries: 91 s in total, because replacing expired credentials takes about a minute."""
-_MAX_FIRST_RETRIES = 5  # until the target has once served the run: 31 s in total, because a user may be waiting
+_MAX_FIRST_RETRIES = 5  # applies until the target has served the run once: 31 s in total, because a user may be waiting
 _JITTER = 0.5
 _retries_refusals: ContextVar[bool] = ContextVar("prefect_tune_retries_refusals", default=False)
 _abandoned_event: ContextVar[threading.Event | None] = ContextVar("prefect_tune_abandoned", default=None)

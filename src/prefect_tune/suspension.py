@@ -82,13 +82,13 @@ from prefect_tune.tasks.experiments import acquire_experiment
 from prefect_tune.tasks.maintenance import find_checkpoint_damage
 from prefect_tune.terminal.formatting import format_counts, format_trial
 
-# The choices of the user, the validation of an answer, and its effect on the stop criterion.
+# Parse and check the answer to a form, and put the limits in the answer into the stop criterion.
 
 ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "stop here"]
 
 
 class ResumeChoice(Value):
-    """The user's choice of how to resume. A limit of 0 means: unchanged."""
+    """The user's choice of how to resume. A 0 leaves the limit unchanged."""
 
     action: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
@@ -176,7 +176,7 @@ def _validate_extension(
 
 
 def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return the JSON form of a stop criterion with these limits instead of its own. A limit of 0 replaces nothing."""
+    """Return a stop criterion as JSON, in which `steps` and `hours` replace its own limits; a 0 replaces nothing."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults. `with_initial_data` can set defaults, but loses titles and descriptions."""
+    """Return the form with these defaults, since `with_initial_data` would set them, but lose the fields' titles."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -346,12 +346,12 @@ def get_earlier_choices(state: Experiment) -> Sequence[ResumeChoice]:
 
 
 def is_form_answered(state: Experiment, key: str) -> bool:
-    """Return whether the journal has the answer to a form, so that a run that starts twice applies the answer once."""
+    """Return whether the journal has the answer to a form; if so, a run that starts again must not apply it again."""
     return any(answer.key == key for answer in state.answers)
 
 
 def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[int] = ()) -> ResumeLimits:
-    """Return the limits of the stop criterion `stop`, together with `samples` and `checkpoints` (their steps)."""
+    """Return the limits of the stop criterion `stop`, this number of samples, and these steps of checkpoints."""
     stopper = make_stopper(stop)  # type: ignore[arg-type]  # it raises if the type is wrong
     parts = stopper.stoppers if isinstance(stopper, AnyOf) else (stopper,)
     trial_budgets = [part.trials for part in extract_experiment_stoppers(stopper) if isinstance(part, TrialBudget)]
@@ -406,12 +406,12 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True)
 class ResumeQuestion:
-    """How to ask the user how a suspended run continues: the form, the limits, and the effect of an answer."""
+    """What a suspended run asks the user: the present limits, the form, and the effect of a choice."""
 
     get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the current limits, and the steps of the checkpoints that can be chosen."""
     extend_plan: Callable[[SearchPlan, ResumeChoice], SearchPlan]
-    """Extends the plan by a choice."""
+    """Returns the plan, changed as the user chose."""
     make_form: Callable[[SearchPlan, Experiment, str], InputForm]
     """Makes the form. The last argument is the reason to show the form again; "" the first time."""
     refusal_reason: Callable[[StorageTarget, Experiment, ResumeChoice], str | None] = lambda *_: None
@@ -482,9 +482,9 @@ def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: in
 
 @contextmanager
 def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
-    """If another process of this flow run took over, let it set the run's state; if interrupted, tell how to resume.
+    """If another process of this flow run took over, let it set the run's state; on an interruption, say how to resume.
 
-    On SIGTERM, a log line says what can be resumed, and how. On Ctrl-C, the message of the `KeyboardInterrupt` does.
+    What can be resumed, and how, is logged on SIGTERM; on Ctrl-C, it is the message of the `KeyboardInterrupt`.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is another process of the same flow run.
@@ -508,7 +508,7 @@ def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
         if not is_interrupt or threading.current_thread() is not threading.main_thread():
             get_run_logger().warning("%s", message)
             flush_log()
-        if is_interrupt:  # so that the message is a script's last line, and is in the run's state
+        if is_interrupt:  # so that a script prints the message last, and the run's state contains it
             raise KeyboardInterrupt(message) from None
         raise
 
@@ -579,7 +579,7 @@ SEARCH_QUESTION = ResumeQuestion(_get_search_limits, _extend_search, _make_searc
 
 
 def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
-    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if none was chosen."""
+    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if the user chose none."""
     if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()

@@ -53,7 +53,7 @@ def _validate_metadata(value: Any) -> dict[str, object]:
 
 
 def _parse_reports(value: Any) -> tuple[StepReport, ...]:
-    """Return reports in the order of their steps. A step may be text, since in JSON parameters all steps are text."""
+    """Return reports in the order of their steps. A step may be text, since the keys of JSON objects are text."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidInput(f"reports: expected metrics by step, such as {{1: {{'loss': 0.5}}}}, found {value!r}")
     numbered = {_parse_report_step(step): metrics for step, metrics in (value or {}).items()}
@@ -207,7 +207,7 @@ class TrialState(Value):
     reason: str
     """The reason for this status, or for the end of the last attempt; empty during an attempt, and before the first."""
     step: int
-    """The newest step. A step that was trained again does not count twice."""
+    """The newest step. It does not grow when steps are trained again."""
     metrics: Mapping[str, Any]
     """The metrics of the newest step."""
     checkpoint: CommittedCheckpoint | None
@@ -219,7 +219,7 @@ class TrialState(Value):
     recomputed_steps: int
     """The number of steps that were trained again, as far as the journal shows them."""
     recomputed_is_lower_bound: bool
-    """Whether more steps may have been trained again, because a run vanished and its last reports are lost."""
+    """Whether more steps may have been trained again, because a run ended without journaling its last reports."""
     config: Mapping[str, Any]
     """The trial's configuration; empty if none was passed."""
 

@@ -45,7 +45,7 @@ def without_server() -> Iterator[None]:
     """Within this context `pt.tune`, `pt.durable_trainable`, `pt.resume` and `pt.maintain` need no Prefect server.
 
     Their results, errors and writes to the target are the same as with a server. Call your own flow as
-    `my_flow.fn(...)`. Not thread-safe.
+    `my_flow.fn(...)`, since `my_flow(...)` would need a server. Not thread-safe.
     """
     settings = {getattr(prefect_settings, name): value for name, value in _PREFECT_SETTINGS.items()}
     with ExitStack() as changes:

@@ -186,7 +186,7 @@ def _find_in_sync(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_job_variables(value: Any) -> Iterator[CodeChoice]:
-    """Yield only the job variables' names, since some (`command`, `image`) choose code; the values may be secret."""
+    """Yield the job variables' names as one choice, since some (`image`) choose code; the values may be secret."""
     if value:
         names = ", ".join(map(repr, value)) if isinstance(value, Mapping) else "no mapping"
         yield CodeChoice("trial_job_variables", names)
@@ -198,7 +198,7 @@ def _find_in_deployment(value: Any) -> Iterator[CodeChoice]:
 
 
 def _find_in_warm_start(value: Any, known_sources: Collection[str] = ()) -> Iterator[CodeChoice]:
-    """Yield the sources on other targets; a name without a target means the experiment's own target."""
+    """Yield the sources on other targets; a name without a target is on the experiment's own target."""
     if not isinstance(value, list | tuple):
         yield CodeChoice("warm_start", repr(value))
     yield from (
@@ -235,7 +235,7 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
 
 TRUSTED_PACKAGES_VARIABLE = "PREFECT_INTEGRATIONS_TUNE_TRUSTED_PACKAGES"
 """The environment variable with the trusted packages of a machine or a work pool, separated by commas."""
-_HIDDEN_PARAMETER = "trial_job_variables"  # the values may be secrets
+_HIDDEN_PARAMETER = "trial_job_variables"  # messages omit its values, which may be secrets
 _MAX_VALUE_CHARACTERS = 400
 
 
@@ -303,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why other users may have written the journal, or that of a fork's origin; None if they cannot have."""
+    """Return why other users may have written this journal or, for a fork, an origin's; None if they cannot have."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:

@@ -112,7 +112,7 @@ _BAD = make_reason("raised", type="ValueError", text="bad", traceback="Traceback
     [
         (
             make_reason("max-failures", failures=1, limit=0, error=_BAD),
-            "Traceback: prefect-tune show file:///runs e --trial 0",
+            "To see the traceback: prefect-tune show file:///runs e --trial 0",
         ),
         (make_reason("process-ended", exit_code=3), RETRY_KEEPS_CONFIGURATION),
     ],

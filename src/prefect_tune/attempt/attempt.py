@@ -143,7 +143,7 @@ class Attempt:
                     commit_worker.close()
             outcome = commit_worker.outcome or outcome
         if isinstance(outcome, AttemptEnded) and (result := self._get_journaled_result(journal.trial)) is not None:
-            late_reason = make_visible(outcome.reason)  # an error after the trial's end, such as one in `cleanup`
+            late_reason = make_visible(outcome.reason)  # the error came after the trial's end, e.g. in `cleanup`
             log.warning("error after the trial finished and committed its last checkpoint: %s", late_reason)
             return result
         return AttemptResult(outcome, journal.trial)
@@ -164,14 +164,14 @@ class Attempt:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        """Open the process of one rank. The log lines of ranks other than 0 contain the number of their rank."""
+        """Open the process of one rank. If the rank is not 0, the log lines of its process contain its number."""
         if self.spec.isolation == "thread":
             return open_trial_thread(start, self.log)
         log = make_rank_log(self.log, start.rank.rank) if start.rank.rank else self.log
         return self.channel.open_process(start, log, self.request.environment)
 
     def _get_journaled_result(self, trial: Trial) -> AttemptResult | None:
-        """Return the end of the trial if it is journaled; None otherwise."""
+        """Return the journaled end or pause of the trial; None if the journal contains neither."""
         if trial.phase is Phase.FINISHED:
             kind = trial.finish_kind or FinishKind.CRITERION
             return AttemptResult(TrialFinished(trial=self._trial_name, reason=trial.end_reason, kind=kind), trial)
@@ -242,7 +242,7 @@ class Attempt:
 
 
 def _log_quarantined_checkpoints(trial: Trial, log: Log) -> None:
-    """Log the quarantined checkpoints newer than the newest live checkpoint, because nothing else reports them."""
+    """Log the quarantined checkpoints that are newer than all live checkpoints, because nothing else reports them."""
     newest = newest_checkpoint(trial)
     for quarantined in trial.quarantined_checkpoints:
         step, reason = quarantined.checkpoint.step, make_visible(quarantined.reason)
@@ -283,7 +283,7 @@ class ReportReader:
 
 
 def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial stays finished: it meets the new `stopper`, or no stop criterion had ended it."""
+    """Return whether a finished trial stays finished, because it meets `stopper` or no stop criterion ended it."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]
@@ -325,7 +325,7 @@ def make_node_state(reason: Reason) -> State[Any]:
 
 
 def log_failure(failure: AttemptEnded, attempt: int, spec: TrialSpec, owner_term: int, log: Log) -> None:
-    """Log a failure with its traceback and the last output; other places show only the failure's first line.
+    """Log a failure with its traceback and the last output, because other places show only the failure's first line.
 
     If this process has logged the same error for another trial in the same term of this experiment, log only one line.
     """

@@ -1,12 +1,12 @@
 """The commit worker of an attempt: a thread that saves the attempt's checkpoints and journals its events, in order.
 
-The thread writes entries with `attempt/search_channel.py`. Queued reports are written every `sync_period_seconds`,
-and immediately if a report needs a decision. The training loop never waits for a journal entry, only for decisions
-and saves (`runtime/session.py`).
+The thread writes entries with `attempt/search_channel.py`. Queued reports are written every `sync_period_seconds` or
+more often, and immediately if a report needs a decision. The training loop never waits for a journal entry, only for
+decisions and saves (`runtime/session.py`).
 
-If the last step has a checkpoint, a separate entry after the commit finishes the trial, because the new checkpoint is
-saved again if another one was quarantined during the save: both may share the damage. The end of an attempt is never
-journaled before a save that precedes it. Ranks cannot save different files of the same name.
+If the last step has a checkpoint, an entry after the commit's entry finishes the trial. Before that, the checkpoint is
+saved again if another was quarantined during its save, because both may share the damage. The end of an attempt is
+never journaled before a save that precedes it. Ranks cannot save different files of the same name.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def make_checkpoint_metadata(
 def make_commit_events(
     target: StorageTarget, trial: Trial, save: SaveResult, retention: Retention, upload_seconds: float, log: Log
 ) -> tuple[CheckpointCommitted, Sequence[CheckpointQuarantined], Sequence[CheckpointKey]]:
-    """Return the events that commit `save`, and the retired checkpoints to delete after the events are journaled.
+    """Return the events that commit `save`, and the checkpoints to delete once these events are journaled.
 
     If the save has found damaged blobs, the events also quarantine the earlier checkpoints that use these blobs. To
     find such checkpoints, the function reads the manifests of the trial's other checkpoints. A failed read is only
@@ -148,7 +148,7 @@ def log_commit(save: SaveResult, log: Log, suppressed_count: int = 0) -> None:
 
 
 def find_leftover_checkpoints(target: StorageTarget, key: TrialKey, trial: Trial, log: Log) -> Sequence[CheckpointKey]:
-    """Return the retired checkpoints that earlier attempts did not delete; on an error, warn and return `()`."""
+    """Return retired or uncommitted checkpoints that earlier attempts left; on an error, warn and return `()`."""
     try:
         with target.open(timeout=READ_TIMEOUT) as store:
             return find_leftover_manifests(store, key, trial)
@@ -181,7 +181,7 @@ class GroupSave:
     done: StepDone
     """The report of rank 0, with the directory of its files."""
     parts: Mapping[int, Path]
-    """The directories of other ranks, by rank."""
+    """The directories with the files of the other ranks, by rank."""
     nodes: tuple[int, ...] = ()
     """The nodes besides node 0 that hold files of the checkpoint."""
 
@@ -211,7 +211,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
     """Move the files of all `parts` into the directory of rank 0; ranks may share one directory.
 
     Raises:
-        InvalidInput: two ranks have different files, or a file and a folder, of one name; or a file is unreadable.
+        InvalidInput: two ranks have different files, or a file and a folder, of the same name; or a file is unreadable.
         StagedFilesChanged: a part no longer exists.
     """
 
@@ -238,7 +238,7 @@ def merge_rank_directories(directory: Path, parts: Mapping[int, Path]) -> None:
 
 
 def _move_path(source: Path, target: Path) -> bool:
-    """Move a file or a link, or create a folder. Return False if the target exists with other content."""
+    """Move a file or a link, or create a folder. Return False if `target` exists with other content."""
     is_folder = source.is_dir() and not source.is_symlink()
     if is_folder and (target.is_dir() or not os.path.lexists(target)):
         target.mkdir(exist_ok=True)
@@ -255,7 +255,7 @@ _LOG_INTERVAL = timedelta(seconds=10)
 # Errors that the trainable causes with the files in its checkpoint directory.
 TRAINABLE_ERRORS = (InvalidInput, StagedFilesChanged)
 RequestParts: TypeAlias = Callable[[CheckpointKey, Trial, Sequence[int]], AbstractContextManager[ExpectedParts]]
-"""Requests the parts of a checkpoint from some nodes; the end of the `with` block deletes the parts on the target."""
+"""Requests the parts of a checkpoint from given nodes; the end of the `with` block deletes the parts on the target."""
 
 
 class AttemptTasks(Protocol):
@@ -387,7 +387,7 @@ class CommitWorker:
 
     def _process_queue(self) -> None:
         try:
-            if self._journal.deletes_retired:  # earlier attempts may have left retired checkpoints
+            if self._journal.deletes_retired:  # delete checkpoints that earlier attempts left
                 spec, trial = self._spec, self._journal.trial
                 self._delete_retired(find_leftover_checkpoints(spec.target, spec.trial, trial, self.log))
             while (work := self._take_next_work()) is not None:
@@ -468,7 +468,7 @@ class CommitWorker:
             self.log.warning(warning, saved.manifest.step)
             # After this entry, no owner adopts this checkpoint or reuses its blobs, so it can be deleted.
             self._write_entry([CheckpointsRetired(trial=name, retired_sequences=journaled_sequences)], up_to=0)
-            overtaken.append(saved.manifest.key)  # but not `retired`, since the journal has not retired these
+            overtaken.append(saved.manifest.key)  # do not add `retired`: the journal has not retired these
 
     def _upload_checkpoint(self, report: StepReport, directory: Path, nodes: Sequence[int]) -> SaveResult:
         trial = self._journal.trial
@@ -533,7 +533,7 @@ class TrialArtifacts:
             self._log.warning("the artifacts of this attempt are uploaded to %s instead", self._remote_folder)
 
     def on_commit(self) -> None:
-        """Start a sync in the background, if artifacts are synced at each checkpoint."""
+        """Start a sync in the background if `sync_on_checkpoint` is set."""
         if self._config.sync_on_checkpoint:
             self._call_syncer(self._start_upload)
 
@@ -554,7 +554,7 @@ class TrialArtifacts:
         return folder if self._target_uri is None else join_uri(self._target_uri, folder)
 
     def _download(self, syncer: Syncer) -> None:
-        with suppress(CheckpointNotFound):  # no earlier attempt has synced files
+        with suppress(CheckpointNotFound):  # raised if no earlier attempt has synced files
             syncer.sync_down(self._remote_folder, self._directory, self._excludes)
             syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
@@ -579,7 +579,7 @@ class TrialArtifacts:
 
 
 def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return the artifact syncer of one attempt; the attempt must close it. None if `config.syncer` is None.
+    """Return the artifact syncer of one attempt, which must close it; return None if `config.syncer` is None.
 
     Each attempt gets its own copy of a user's syncer, since several attempts may run at once. `sync_period` and
     `sync_timeout` are passed only to a class that inherits the constructor of `Syncer`.

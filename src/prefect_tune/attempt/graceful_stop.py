@@ -48,15 +48,15 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 
     The signal handlers of Prefect and Python stay in place, and raise an exception in the main thread. That thread
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
-    another thread calls this function, the exception is raised there, and the main thread gets the signal later
-    (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s. Then the exception is raised even if
-    `work` still runs. From then on `work` retries nothing, because the process waits for its threads at exit. A second
-    Ctrl-C kills the trials and is raised within 1 s. If `work` still runs 1 s after the main thread has then
-    ended, for example because its target hangs, SIGINT ends the process.
+    another thread calls this function, the exception is raised in that thread, and the main thread gets the signal
+    later (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s to end. Then the exception is
+    raised even if `work` still runs; from then on, `work` retries no request, because the process waits for its threads
+    at exit. A second Ctrl-C kills the trials and is raised within 1 s. If the main thread then ends, and `work` still
+    runs 1 s later, for example because its target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
-    Suspending the flow run also sets `stop`: trials get the grace period, then the result of `work` is returned, and
-    `is_flow_run_suspended()` tells the caller why. If the reader of this process's log exits, `work` continues.
+    *Suspend* also sets `stop`: trials get the grace period, then the result of `work` is returned. The caller learns
+    the reason from `is_flow_run_suspended()`. If the reader of this process's log exits, `work` continues.
     """
     ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
@@ -107,7 +107,7 @@ def flush_log() -> None:
 def _wait_until_done(done: Future[_T], seconds: float = math.inf) -> bool:
     """Wait up to `seconds` for `done`; return whether `done` is done. Raise signals that are held for this thread.
 
-    Wait in slices of 0.1 s, because Python handles a signal that arrives just before a wait only after that wait.
+    Wait in slices of 0.1 s, because Python handles a signal that arrives just before a slice only after that slice.
     """
     until = time.monotonic() + seconds
     while not done.done() and (remaining := until - time.monotonic()) > 0:
@@ -134,8 +134,8 @@ def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
 
 
 def _abandon_work(done: Future[_T]) -> None:
-    """Remove the live table, and give the killed trials' supervisors 1 s to journal the ends of the attempts."""
-    # This hook runs before Python waits for the threads of executors. Prefect uses the same private function.
+    """Remove the live table, and give the supervisors of the killed trials 1 s to journal the attempts' ends."""
+    # Python runs such hooks before it waits for the threads of executors. Prefect uses this private function, too.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook runs as early
     at_exit(partial(_exit_unless_done, done, frozenset(threading.enumerate())))
     end_display()
@@ -146,7 +146,7 @@ def _abandon_work(done: Future[_T]) -> None:
 def _exit_unless_done(done: Future[_T], known_threads: frozenset[threading.Thread]) -> None:
     """At the interpreter's exit, wait 1 s for `done`; if it is still not done, end the process with SIGINT.
 
-    First join the threads that are not in `known_threads`, because the script started them after the interrupt.
+    Before the signal, join the threads not in `known_threads`, because the script started them after the interrupt.
     """
     logging.raiseExceptions = False  # otherwise each late log call prints that Prefect can no longer send the line
     if not _wait_until_done(done, _ABANDON_TIMEOUT_SECONDS):

@@ -82,7 +82,7 @@ from prefect_tune.stores.local.scratch import ScratchDirectory
 from prefect_tune.stores.local.staging import StagedFiles
 
 HEARTBEAT_INTERVAL = timedelta(seconds=5)
-"""How often an idle connection carries a heartbeat."""
+"""The time after which a node sends a heartbeat if it has nothing else to send."""
 NODE_TIMEOUT = timedelta(seconds=40)
 _CLOSE_TIMEOUT = timedelta(seconds=20)
 _ARRIVAL_TIMEOUT = timedelta(minutes=10)
@@ -110,7 +110,7 @@ def _make_reader(connection: Connection) -> MessageReader[NodeMessage]:
 
 
 def _make_connection(sock: socket.socket) -> Connection:
-    """Turn a socket into a connection. Reads time out after 10 s, since the other side may hang, or not be a node."""
+    """Turn a socket into a connection. A read times out after 10 s, since the other side may hang or not be a node."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _JOIN_TIMEOUT.seconds, 0))
     return Connection(sock.detach())
 
@@ -330,7 +330,7 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # Another process of this node has arrived, or this node is late: ignore its messages, and that it disconnects.
+        # The node is too late, or another process of it has connected: ignore its messages and the connection's end.
         rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
         rejected.send(GroupEnded())
         rejected.close()
@@ -396,7 +396,7 @@ class _RemoteRankChannel(TrialChannel):
 
     def forward_message(self, message: bytes) -> None:
         """Pass a message of the rank to the supervisor."""
-        with suppress(OSError):  # the attempt is over, so the supervisor no longer reads
+        with suppress(OSError):  # the supervisor no longer reads once the attempt is over
             self._far_end.send_bytes(message)
 
     def on_node_lost(self, reason: Reason) -> None:
@@ -481,7 +481,7 @@ def _has_attempt_ended(spec: TrialSpec, request: AttemptRequest) -> bool:
 
 
 class _WorkerNode:
-    """A node other than node 0. It trains its ranks, and forwards messages between its ranks and node 0."""
+    """A node other than node 0, which trains its own ranks, and forwards messages between these ranks and node 0."""
 
     def __init__(
         self,
@@ -620,7 +620,7 @@ class _WorkerNode:
                 reason = f"{type(error).__name__}: {error}"
                 try:
                     with_store(self._spec.target, lambda store: send_part_failure(store, wanted.key, sender, reason))
-                except TuneError as second_error:  # node 0 then waits for the part in vain, until a deadline
+                except TuneError as second_error:  # node 0 then waits for the part until its deadline
                     self._log.warning("could not tell node 0 of the missing part of step %d: %s", step, second_error)
             for earlier in [merged for merged in self._merged_directories if merged < step]:
                 remove_directory(self._merged_directories.pop(earlier))

@@ -42,7 +42,7 @@ _MAX_UNREAD_POSTS = 1000
 
 
 class TrialJournal(ABC):
-    """Journals the events of one attempt in order. A second thread is allowed to call `add_report` concurrently."""
+    """Journals the events of one attempt in order. A second thread may call `add_report` during other calls."""
 
     deletes_retired = True
     """Whether the attempt deletes retired checkpoints. If not, the owner does so after it has journaled the events."""
@@ -123,7 +123,7 @@ def _is_durable(written: Future[Experiment]) -> bool:
 
 
 class _BufferedJournal(TrialJournal):
-    """Queues reports until `write` or `flush`. If it is unknown whether a write succeeded, the next call repeats it."""
+    """Queues reports until `write` or `flush`. If a write raises, but may have succeeded, the next call repeats it."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial)
@@ -178,7 +178,7 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the newest still exists; if so, no search reads the posts."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the newest exists: a search that reads posts deletes them."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""
@@ -284,7 +284,7 @@ class SearchChannel(ABC):
 
 
 class InProcessChannel(SearchChannel):
-    """Connects an attempt to a search in the same process; passes its messages to `receive`, in the caller's thread."""
+    """Connects an attempt to a search in this process: calls `receive` with each message, in the sender's thread."""
 
     def __init__(self, trial: str, receive: Callable[[TrialMessage], None], pool: TrialProcessPool) -> None:
         super().__init__()

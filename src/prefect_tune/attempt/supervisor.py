@@ -1,6 +1,6 @@
 """Supervise one attempt: receive the messages of its ranks, queue its checkpoints for commit, return the outcome.
 
-A single process is rank 0. Of several, rank 0 reports and tells the others when to save; they add to its checkpoints:
+A single process is rank 0. Of several ranks, rank 0 reports, and tells the others when to add parts to its checkpoints:
 
     rank 0: StepDone(s, its directory) ─┐
     rank 1: CheckpointPart, with files  ├──► complete ──► commit worker: one directory, one commit
@@ -13,7 +13,7 @@ If a step's metrics are the mean over all ranks, the metrics of each rank are fi
 If the trial's own process starts ranks with a launcher, such as `torchrun`, this process is called the parent process.
 It is either rank 0, or not a rank. If it is not a rank, it sends its messages as the pseudo-rank `PARENT_RANK`.
 
-The attempt ends for one of these reasons, checked in this order (`_check_outcome`). On the right, the end's `Cause`:
+The attempt ends for one of these reasons, checked in this order (`_check_outcome`); the `Cause` is on the right:
 
     1  a message breaks a rule: for example, both the parent and a rank report   TRAINABLE
     2  a write fails: a checkpoint's files are invalid, or the target fails      TRAINABLE, MACHINE
@@ -21,7 +21,7 @@ The attempt ends for one of these reasons, checked in this order (`_check_outcom
     4  rank 0 or the parent has ended, and the others had up to 20 s to end      (the outcome of rank 0 or the parent)
        or a rank has failed, and the root cause had 1 s per node to arrive       that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
-    6  late: parts (of two saves in a row, or the last save), a rank, metrics    MACHINE, TRAINABLE, MACHINE
+    6  parts (of two successive saves, or the last), a rank or metrics are late  MACHINE, TRAINABLE, MACHINE
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
     8  silence for `spec.silence_timeout` while no save or decision is pending   MACHINE
 
@@ -75,9 +75,9 @@ _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 """The wait per node for the root cause, since errors of collectives often arrive before the crash that caused them."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""The kinds of failure. If several ranks fail within `_ROOT_CAUSE_TIMEOUT`, the first kind is the likeliest root cause.
-A crash makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks
-after one has failed. So the loss of its ranks counts as `_FAILED`, except ranks that exited before it killed any."""
+"""The kinds of failure. If several ranks fail within `_ROOT_CAUSE_TIMEOUT`, the lowest is the likeliest root cause: a
+crash makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks after
+one has failed. So the loss of such a rank counts as `_FAILED`, unless it exited before the launcher killed any rank."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended, and rank 0 after the parent process has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
@@ -112,13 +112,13 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._make_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
-        """(kind such as `_DIED`, failure, rank or None) in order of arrival; the lowest kind marks the root cause."""
+        """Each failure: its kind, such as `_DIED` (the lowest is the root cause), the end, and the rank or None."""
         self._leading_outcome: Outcome | None = None
         """The outcome of rank 0 or the parent process, or the failure of another rank in that rank's last step."""
         self._end_deadline: Deadline | None = None
         """When the attempt ends at the latest; set with `_leading_outcome`, or at the first failure."""
         self._rank_0_deadline: Deadline | None = None
-        """The time limit of rank 0 after the parent process has ended."""
+        """When rank 0 must have ended, once the parent process has ended."""
         self._ended_ranks: set[int] = set()
         """The ranks that have sent their last message, or are lost."""
         self._rank_end_reasons: dict[int, AnyReason] = {}
@@ -246,7 +246,7 @@ class _Supervisor:
             self._channel.expect_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._awaits_decision and self._silent_since is not None:  # only an awaited answer is progress
+        if self._awaits_decision and self._silent_since is not None:  # the trial was silent because it waited
             self._silent_since = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
@@ -336,7 +336,7 @@ class _Supervisor:
         end = self._group.end_rank(rank)
         self._rank_end_reasons[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
-        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only the launcher knows the end
+        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only the launcher knows its end
         may_lack_memory = (is_killed or is_hidden) and self._group.is_local(rank)
         if may_lack_memory and self._meter.is_out_of_memory(is_killed=is_killed):
             cause, memory = Cause.OUT_OF_MEMORY, self._meter.out_of_memory_reason()
@@ -357,7 +357,7 @@ class _Supervisor:
         self._failures.append((failure_order, failure, rank))
 
     def _make_attempt_ended(self, cause: Cause, reason: AnyReason) -> AttemptEnded:
-        is_loaded = self._silent_since is not None  # no checkpoint can be the cause before the trainable is loaded
+        is_loaded = self._silent_since is not None  # a checkpoint cannot cause a failure before the trainable is loaded
         at_start = cause is Cause.TRAINABLE and is_loaded and self._step_count == 0
         return AttemptEnded(trial=self._spec.trial.trial, cause=cause, reason=reason, before_first_step=at_start)
 
@@ -384,7 +384,7 @@ class _Supervisor:
     def _check_outcome(self) -> Outcome | None:
         """Return the outcome if the attempt ends now; else None. The module's docstring lists the checks in order."""
         is_trainable_error = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
-        if is_trainable_error and not self._failures:  # a rank that failed may have deleted the files itself
+        if is_trainable_error and not self._failures:  # a failed rank may have deleted the checkpoint's files
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_trainable_error:
             text = f"{type(error).__name__}: {error}"
@@ -481,7 +481,7 @@ class _Supervisor:
         return None
 
 
-# The collectors of what the ranks send for a step: the parts of a checkpoint, and metrics.
+# Collect what the ranks send for a step: the parts of a checkpoint, and metrics.
 
 
 @dataclass(slots=True)
@@ -528,7 +528,7 @@ class PartCollector:
         return self._pop_if_complete(part.step)
 
     def close_steps(self, step: int) -> None:
-        """Close the steps up to `step`. Of steps at which rank 0 saved no checkpoint, drop the parts of other ranks.
+        """Close the steps up to `step`. Drop the parts of other ranks for steps at which rank 0 saved no checkpoint.
 
         Raises:
             InvalidInput: a rank saved a checkpoint at a step at which rank 0 saved none.

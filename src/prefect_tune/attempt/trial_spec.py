@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `make_spec_parameter` converts a spec to a parameter of the flow `train_trial`, with only a reference to the target.
+    `make_spec_parameter` makes a spec a parameter of the flow `train_trial`: a reference replaces the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -49,7 +49,7 @@ class TrialSpec:
     isolation: Literal["process", "thread"] = "process"
     reuse: Reuse = "auto"
     processes_per_trial: Processes = 1
-    """How many processes, each a rank, train the trial on each node; with several nodes, always a single number."""
+    """How many processes, each a rank, train the trial on each node; with several nodes, a number and never a range."""
     nodes_per_trial: int = 1
     """The number of nodes, each a flow run, that train the trial together."""
     min_nodes: int | None = None
@@ -76,7 +76,7 @@ class AttemptRequest:
     owner_term: int
     """The term of the owner that requests the attempt."""
     trial: Trial
-    """The trial that waits for the attempt, without the trial's history."""
+    """The trial that waits for the attempt, without its `policy_events` and `attempt_records`."""
     experiment_id: str = ""
     """The id of the requesting experiment; empty, and not checked, if the search runs in the same process."""
     reports: tuple[StepReport, ...] = ()

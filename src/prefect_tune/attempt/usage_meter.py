@@ -75,7 +75,7 @@ class UsageMeter:
         """Record each phase's seconds, as the trial sent them (None: unchanged). At the last step, take a sample."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
-            self._processes.take_sample()  # before this step's commit, with which another thread may journal the usage
+            self._processes.take_sample()  # now: once this step is committed, another thread may journal the usage
 
     def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -265,7 +265,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
         return parse_visible_devices(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    if (program := shutil.which("nvidia-smi")) is None:  # asked because a container may lack the driver's folder
+    if (program := shutil.which("nvidia-smi")) is None:  # ask it, because a container may lack the driver's folder
         return ()
     with suppress(OSError, subprocess.TimeoutExpired):
         command, timeout = [program, "-L"], _NVIDIA_SMI_TIMEOUT_SECONDS

@@ -49,7 +49,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
         """Hide each `TuneError` from Prefect's log, since `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # Raise KeyboardInterrupt on SIGTERM. During a flow run, Prefect first handles SIGTERM, then sends it again.
+    # Raise KeyboardInterrupt on SIGTERM. During a flow run, Prefect handles it, then sends it to this process again.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(has_no_tune_error)
@@ -192,7 +192,7 @@ def run_app() -> None:
     Exit with 2 after wrong usage, and with 1 after other errors, such as a bad metric that a trial reported.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # so that no command fails on characters that the locale lacks
+        sys.stdout.reconfigure(errors="replace")  # a character that the locale lacks must not end the command
     arguments, sys.argv[1:] = sys.argv[1:], []  # a trainable that reads `sys.argv` must not see these arguments
     try:
         app(args=arguments)

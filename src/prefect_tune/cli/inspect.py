@@ -145,7 +145,7 @@ def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[
 
 _MAX_TRIALS = 50
 _MAX_ERRORS = 5
-_MAX_VERIFIED_ENTRIES = 200  # not more, because reading an entry takes one request
+_MAX_VERIFIED_ENTRIES = 200  # no more, because each entry takes one request
 _TIME_FIELDS = ("attempt_began_at", "reported_at")
 
 
@@ -153,7 +153,7 @@ _TIME_FIELDS = ("attempt_began_at", "reported_at")
 def show(target: Target, experiment: ExperimentName, trial: TrialName = None, as_json: AsJson = False) -> None:
     """Show the status of an experiment: its trials, the best trial first; or all details of one trial."""
     with open_store_and_load_experiment(target, experiment) as (store, state):
-        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # also check the entries before a snapshot, which loading skips
+        if state.entry_count <= _MAX_VERIFIED_ENTRIES:  # loading skips the entries before a snapshot: check them, too
             try:
                 read_entries(store, state.key)
             except JournalCorrupt as error:
@@ -316,7 +316,7 @@ def _read_attempt_outputs(store: ObjectStore, state: Experiment, trial: Trial) -
             case AttemptEnded(reason=reason) | TrialFinished(reason=reason) | TrialPaused(reason=reason) if (
                 event.trial == name
             ):
-                if number not in outputs or outputs[number].reason is None:  # only the attempt's first end counts
+                if number not in outputs or outputs[number].reason is None:  # a trial can also finish between attempts
                     outputs[number] = _AttemptOutput(number, str(reason), event.usage.output if event.usage else "")
     return outputs
 

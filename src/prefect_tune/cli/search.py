@@ -109,10 +109,10 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _parse_yaml(text: str, file: Path) -> Any:
-    """Parse YAML, with the floats of YAML 1.2, in which 1e-4 is a number."""
+    """Parse YAML; floats are written as in YAML 1.2, so that 1e-4 is a number."""
     import yaml
 
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a new class, since the next line changes it
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a subclass, since the next line changes the class
     loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_DECIMAL.pattern}$"), list("-+.0123456789"))
     try:
         return yaml.load(text, loader)  # noqa: S506  it is a SafeLoader
@@ -179,7 +179,7 @@ def _unwrap_single_word(values: Sequence[str]) -> object:
     return words[0] if len(words) == 1 else words
 
 
-# Make a command's parameters from the flags that `SearchPlan` declares, and search options from the flags' values.
+# Turn the flags that `SearchPlan` declares into parameters of a command, and their values into options of a search.
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ RESUME_OPTIONS = [
 
 
 def with_flags(flags: Sequence[tuple[Panel, _OptionFlag]]) -> Callable[[_Command], _Command]:
-    """Return a decorator that replaces `**options` in a command's signature with the flags, for typer."""
+    """Return a decorator that replaces `**options` in a command's signature with the flags, so that typer sees them."""
 
     def add_options(command: _Command) -> _Command:
         parameters = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
@@ -297,12 +297,12 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     from prefect_tune.blocks import LocalTarget
 
     plan_options = {name: value for name, value in parameters.items() if name in SearchPlan.model_fields}
-    # Use placeholders, as the target may be a block on the server, and `resume` gets the trainable from the journal.
+    # Pass placeholders: the target may be a block on the server, and `resume` may get the trainable from the journal.
     SearchPlan(**{"trainable": print, "experiment": "any", **plan_options, "target": LocalTarget(path=str(Path.cwd()))})
 
 
 def format_resume_command(target: str, experiment: str, trainable: str | None) -> str:
-    """Return a command that resumes a search. It names the trainable, since a bucket's journal must not choose code."""
+    """Return a command that resumes a search. It names the trainable, since the name in the journal is not trusted."""
     trainable_option = ["--trainable", trainable] if trainable else []
     return shlex.join(["prefect-tune", "resume", target, experiment, *trainable_option])
 

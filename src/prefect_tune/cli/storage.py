@@ -98,7 +98,7 @@ def _read_checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined_sequences) - set(keys):  # the journal has only these checkpoints' sequences
+    if missing := set(trial.quarantined_sequences) - set(keys):  # of these, the journal has only the sequences
         paths = (stored.path for stored in store.list(folder.checkpoints_folder))
         listed = (CheckpointKey.from_manifest_path(folder, path) for path in paths)
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}
@@ -151,7 +151,7 @@ def verify(
                 for _, check in of_trial:
                     trial_checks.append(check)
                     status.update(f"{name}: step {check.key.step} was read")
-                    if check.damage and not as_json:  # print at once, as an error of the target can end the checks
+                    if check.damage and not as_json:  # print at once, since an error of the target can end the checks
                         print(f"{prefix}step {check.key.step}: DAMAGED: {make_visible(check.damage)}", file=sys.stderr)
             results += [(name, check) for check in trial_checks]
             if not as_json and (intact := [check for check in trial_checks if not check.damage]):

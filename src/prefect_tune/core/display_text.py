@@ -1,7 +1,7 @@
 """Text for display: escape unsafe characters, format counts, durations and sizes, suggest similar names.
 
 `make_storable` is for stored text: JSON, the journal, Prefect's database. `make_visible` is for displayed text: it
-escapes each text from a target before a terminal, page, notebook, artifact, log line or error message shows the text.
+escapes each text from a target before it is shown in a terminal, page, notebook, artifact, log line or error message.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits (`0.531`); from 10**digits, as an integer (`1,023`)."""
+    """Format an amount of at least 0.0001 with `digits` digits (`0.531`); 10**digits or more, as integers (`1,023`)."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 

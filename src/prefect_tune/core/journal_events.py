@@ -255,7 +255,7 @@ class AttemptEnded(TrialEvent):
 
 
 class TrialErrored(TrialEvent):
-    """The trial errored, because the retry budget of this cause is spent."""
+    """The trial errored: failures of this cause are never retried, or the retry budget for them is spent."""
 
     type: Literal["trial-errored"] = "trial-errored"
     cause: Cause
@@ -364,7 +364,7 @@ class OwnerChanged(Value):
 class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints, because their manifests exist, but the last owner did not journal them.
 
-    Unless a manifest of an earlier term is listed here or was journaled earlier, it never becomes a checkpoint.
+    A manifest of an earlier term that no event lists by now never becomes a checkpoint, unless its attempt posts it.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
@@ -384,9 +384,9 @@ class ExperimentConfigured(Value):
     settings: Mapping[str, object]
     """The parameters, for a resume by name."""
     extensions: Mapping[str, int] = Field(default_factory=dict)
-    """For each run, the number of samples that it adds to the planned samples. If it restarts, it adds none again.
+    """For each run, the number of samples that it adds to the planned samples. A restart adds none.
 
-    A restart keeps the key of a run: the run's id, or, if another run called it, that run's key and the call.
+    A restarted run keeps its key: its id, or, if another run called it, that run's key and the call.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""
@@ -420,7 +420,7 @@ class FormAnswered(Value):
 
 
 class ForkedTrial(Value):
-    """A trial of a fork. Its earlier events happened in the origin; now it is not running, and can be continued."""
+    """A trial of a fork. Its earlier events happened in the origin; in the fork, it waits to be continued."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The copied checkpoints, and clones of copied checkpoints, each with its step and sequence in the origin."""

@@ -1,6 +1,6 @@
 """Convert metrics and other values from outside to plain JSON, or reject them.
 
-A scalar is None, a bool, a number or a text. Its type is one of Python's own, a subclass (`class Kind(str, Enum)`), or
+A scalar is None, a bool, a number or a text. Its type is Python's own, a subclass of it (`class Kind(str, Enum)`), or
 another type of number (NumPy's types, `Fraction`). An array or tensor without dimensions is a scalar, too. Scalars are
 converted to Python's own types. A `Path`, a date, a `Decimal` or a member of a plain `Enum` is not a JSON value.
 """
@@ -174,7 +174,7 @@ def is_number_at_least(value: object, at_least: float) -> bool:
 
 
 def describe_non_number(value: object) -> str:
-    """Return `text`, `a list` or `a dict` for a value of such a type; empty for a number, None or any other value."""
+    """Return what `value` is: `text`, `a list` (also for a tuple) or `a dict`; an empty text for any other value."""
     if isinstance(value, Mapping):
         return "a dict"
     return "text" if isinstance(value, str) else "a list" if isinstance(value, list | tuple) else ""

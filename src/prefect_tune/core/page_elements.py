@@ -24,7 +24,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Text to copy: a path, a command."""
+    """Text that a reader may want to copy, such as a path or a command."""
 
     text: str
 

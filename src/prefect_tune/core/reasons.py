@@ -57,7 +57,7 @@ _MAX_NUMBER = 2**63
 
 
 def _require_plain_arguments(arguments: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:
-    """Return `arguments`, which may be a trial's; raise if they are too deep, are not JSON, or have huge numbers."""
+    """Return `arguments`, which a trial may have sent; raise if they are not JSON, too deep, or have huge numbers."""
     for argument in arguments.values():
         for value in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(value, Mapping) and depth < _MAX_DEPTH:
@@ -107,7 +107,7 @@ class ProcessEnd(Value):
 
 
 def rank_end_reason(end: ProcessEnd) -> Reason:
-    """Return how a rank ended, as a reason for a list that says how each rank ended."""
+    """Return a reason that says how a rank ended, for display in a list of ranks."""
     return make_reason("rank-died", **_make_process_end_arguments(end))
 
 
@@ -165,7 +165,7 @@ def find_root_error(reason: AnyReason) -> AnyReason:
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, for comparisons: without its traceback, rank, location and output."""
+    """Return the error that ended an attempt, without traceback, rank, location and output, to compare errors."""
     error = find_root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
@@ -198,7 +198,7 @@ _LIBRARY_PATH = re.compile(r"[/\\](site-packages|dist-packages|lib(64)?[/\\]pyth
 def find_code_location(trace: str, *, is_newest_first: bool) -> str | None:
     """Return the innermost line of the user's code in a traceback or a faulthandler dump, such as `train.py:9`.
 
-    Without user code, return the innermost line outside of this package. A dump has the newest frame first.
+    Without user code, return the innermost line outside of this package. For a dump, pass `is_newest_first=True`.
     """
     frames = [frame for frame in _FRAME_PATTERN.findall(trace) if not _NON_USER_PATH.search(frame[0])]
     users = [frame for frame in frames if not _LIBRARY_PATH.search(frame[0])] or frames
@@ -222,7 +222,7 @@ _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _SentenceFormatter(string.Formatter):
-    """Formats like `str.format`, and accepts `_FORMATS` and words chosen by a number: `one|many`, `none|one|# many`."""
+    """Formats like `str.format`, or by `_FORMATS`, or chooses words by a number: `one|many`, `none|one|# many`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")
@@ -354,7 +354,7 @@ _SENTENCES: Mapping[str, str] = {
     "part-missing": "{error}",
     "metrics-late": "{ranks:ranks} did not report step {step} within {seconds:g} s",
     "surplus-report": (
-        "rank {rank} reported step {step} after rank 0 had ended: since a surplus report, each mean mixes different "
+        "rank {rank} reported step {step} after rank 0 had ended: after a surplus report, each mean mixes different "
         "steps. Call pt.report once per step on every rank"
     ),
     # What to do about an error.

@@ -84,7 +84,7 @@ def compute_process_count(wanted: Processes, devices: int) -> int:
 def divide_into_slots(machine: Machine, needed: Resources, max_slots: int | None) -> Sequence[tuple[str, ...]]:
     """Return the slots of a machine, at most `max_slots` if this is not None. Each slot is the tuple of its GPUs.
 
-    A whole GPU belongs to one slot. If slots share GPUs, each GPU gets its first slot before any GPU gets a second one.
+    Slots share GPUs only if a trial needs less than one GPU; then each GPU gets one slot before any gets a second.
 
     Raises:
         InvalidInput: the machine lacks the resources for a single trial.

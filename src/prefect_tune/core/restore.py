@@ -46,7 +46,7 @@ from prefect_tune.core.storage.object_store import ObjectStore
 
 
 class OutdatedStateError(TuneError):
-    """The passed state of the trial is outdated: some of its checkpoints were retired. Call again with `current`."""
+    """The state that the caller passed is outdated: some checkpoints were retired since. Call again with `current`."""
 
     def __init__(self, current: Trial) -> None:
         super().__init__(f"trial {current.id!r}: checkpoints that this call needed are retired in the journal")
@@ -97,7 +97,7 @@ def _is_checkpoint_deletable(store: ObjectStore, key: CheckpointKey) -> bool:
         state = load_experiment(store, key.trial.journal_key)
     except Superseded:  # its experiment was deleted
         return True
-    if not state.entry_count:  # a copy without a journal, or a deleted experiment
+    if not state.entry_count:  # the folder is a copy without a journal, or the experiment was deleted
         return store.size(key.manifest_path) is None or is_generation_deleted(store, key.trial.journal_key)
     trial = state.trials.get(key.trial.trial)
     return state.is_being_deleted or (trial is not None and is_deletable_checkpoint(trial, key))
@@ -131,7 +131,7 @@ def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Mani
 def find_damaged_checkpoints(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
-    """Return each checkpoint that uses a damaged blob, with the damage. `blobs` has the damage of each blob, by path.
+    """Return checkpoints with a damaged blob, and the damage. `blobs` maps the path of each such blob to its damage.
 
     Checkpoints with an unreadable manifest are left out, because their restore reports the damage of the manifest.
     """
@@ -207,7 +207,7 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    Covers only running attempts without an outbox: those of `trials`, or, for a new owner (None), of all trials. Of
+    Covers only running attempts without an outbox: those of `trials`, or of all trials if it is None (a new owner). Of
     each attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
     journaled. The attempt ends with the cause `MACHINE`. A save with a damaged manifest is quarantined, and the
     previous save is tried. A save that is not adopted here never becomes a checkpoint. This function writes nothing, so
@@ -253,7 +253,7 @@ def _find_unjournaled_save(
             continue  # deleted after the listing by a process that was presumed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # no attempt wrote this one, and its quarantine would reject saves with a lower sequence
+                continue  # too high a sequence for a save; if it were quarantined, no lower one could be committed
             damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.metadata.attempt == trial.attempt:  # saves of earlier attempts were abandoned by their owner

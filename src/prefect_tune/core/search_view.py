@@ -1,7 +1,7 @@
 """The live view of a search: its attempts with their newest reports, counts, the best trial, curves and costs.
 
-Each event is applied once, to one `SearchView`. The view feeds the table, notebooks, reports, artifacts, log lines, the
-live status and Prefect events. It has no effect on decisions or resumes.
+Each event is applied once, to one `SearchView`. The view feeds the table, notebooks, reports, log lines, the live
+status, and Prefect's artifacts and events. It has no effect on decisions or resumes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""Without an objective, this many metrics have large panels: the first numbers of the first report with numbers."""
+"""Without an objective, this many metrics have large panels: the first numeric ones of the first report with any."""
 _OTHER_METRIC_COUNT = 12
 """The number of other metrics that have curves. Only the names of further metrics are kept."""
 _OTHER_POINT_COUNT = 24
@@ -87,7 +87,7 @@ class Series:
 
 
 def select_numeric_metrics(metrics: Mapping[str, object]) -> Mapping[str, float]:
-    """Return the numeric metrics, which can be drawn."""
+    """Return the metrics that are numbers; a chart can show only these."""
     leaves = iter_leaves(metrics)
     return {name: float(value) for name, value in leaves if isinstance(value, int | float) and is_number(value)}
 
@@ -139,11 +139,11 @@ class AttemptPeriod:
     """The longest time between two consecutive reports, or before the first report."""
     ended_at: datetime | None = None
     status: Status = Status.RUNNING
-    """The status to draw; `COMPLETED` after every `TrialFinished`, even of a pruned trial. See `_STATUS_AFTER`."""
+    """The status for charts; `COMPLETED` after every `TrialFinished`, even of a pruned trial. See `_STATUS_AFTER`."""
     is_lost: bool = False
     """Whether the attempt ended because its machine, its target or its run failed."""
     rank_ends: Sequence[RankEnd] = ()
-    """The ends of the ranks that ended differently from the other ranks."""
+    """How those ranks ended whose end differed from that of the other ranks."""
 
     @property
     def is_running(self) -> bool:
@@ -174,9 +174,9 @@ class SearchSnapshot:
     counts: RunCounts = field(default_factory=RunCounts)
     """The counts of this run."""
     metrics: tuple[str, ...] = ()
-    """The metrics of the objective; without an objective, the first four reported numbers."""
+    """The names of the objective's metrics; without an objective, of the first four reported numbers."""
     other_metrics: tuple[str, ...] = ()
-    """The first twelve other reported numbers."""
+    """The names of the first twelve other reported numbers."""
     metric_count: int = 0
     """The number of reported metrics, including metrics without curves."""
     curves: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] = field(default_factory=dict)
@@ -224,10 +224,10 @@ class SearchView:
         self._run_began = _EPOCH
         self._is_complete = True
         self._losses: dict[str, tuple[Losses, bool]] = {}  # of each trial's last report, and whether it was inherited
-        self._best: tuple[str, Losses] | None = None  # None after a change of `_losses`: `best` then finds it
+        self._best: tuple[str, Losses] | None = None  # None if a change may have made it invalid: see `best`
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: restart the counts, and compare trials without the steps that were lost."""
+        """Begin the present owner's run: restart the counts, and compare trials by reports that are not lost."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)
@@ -260,7 +260,7 @@ class SearchView:
             self._counts = counts
         for index in range(len(self._ownerships) - 1, -1, -1):
             ownership = self._ownerships[index]
-            if at >= ownership.began_at:  # the run that owned the experiment at that time, perhaps an earlier run
+            if at >= ownership.began_at:  # this run, perhaps an earlier one, owned the experiment at that time
                 self._ownerships[index] = replace(ownership, last_entry_at=max(ownership.last_entry_at, at))
                 break
 
@@ -366,7 +366,7 @@ class SearchView:
         self._attempts.append(attempt)
 
     def _start_attempt(self, event: AttemptStarted, at: datetime) -> None:
-        """Begin an attempt; never before the previous attempt's end, even if the clocks of the two machines differ."""
+        """Begin an attempt; if its machine's clock is behind, let it begin at the previous attempt's end."""
         trial, free_at = event.trial, _EPOCH
         self._end_attempt(trial, Cause.MACHINE, at)
         if (index := self._newest.get(trial)) is not None:
@@ -390,7 +390,7 @@ class SearchView:
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
     def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
-        """End an attempt. For an abandoned attempt, the end is the last event, not the detection of the loss."""
+        """End an attempt. An abandoned attempt ended at its last event, not at the time when its loss was found."""
         index = self._newest.get(trial)
         if index is None or (attempt := self._attempts[index]).ended_at is not None:
             return

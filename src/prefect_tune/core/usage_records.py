@@ -1,6 +1,6 @@
 """Records of the resource usage of attempts and runs: seconds by phase, CPU, memory and slots.
 
-Monotonic clocks measure an attempt; wall-clock times only order attempts. No decision uses these values.
+Durations are measured with monotonic clocks; wall-clock times only order the attempts. No decision uses these values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PhaseSeconds(Value):
     """The time of an attempt so far, in seconds, divided into phases. With several ranks, only rank 0 counts."""
 
     start: Seconds = 0.0
-    """The time before the trainable is loaded (journal, process, import, `setup`), except the restore."""
+    """The time until the trainable has loaded: for the journal, process, import and `setup`, not for the restore."""
     restoring: Seconds = 0.0
     """The time of the download of the checkpoint, and of `load_checkpoint`."""
     training: Seconds = 0.0
@@ -43,7 +43,7 @@ class PhaseSeconds(Value):
 
 
 class RankEnd(Value):
-    """The end of ranks that ended differently from the other ranks of their attempt."""
+    """How `ranks` ended, if that differs from how the other ranks of their attempt ended."""
 
     ranks: tuple[int, ...]
     how: AnyReason
@@ -92,7 +92,7 @@ class AttemptRecord(Value):
     slot_seconds: Seconds = 0.0
     """The time for which the attempt held the slot."""
     seconds: PhaseSeconds = PhaseSeconds()
-    """The time of the attempt up to its end, by phase; if that is unknown, up to the attempt's last known step."""
+    """The time of the attempt up to its end, by phase; if the end is unknown, up to the attempt's last known step."""
     saved_seconds: Seconds = 0.0
     """The training time of the attempt up to its last commit."""
     usage: AnyUsage | None = None
@@ -124,7 +124,7 @@ class RunRecord(Value):
     term: int
     began_at: str
     ended_at: str | None = None
-    """The last known time at which the run was active; None if no time after `began_at` is known."""
+    """The last time at which the run is known to have been active; None if no time after `began_at` is known."""
     slots: int | None = None
     """The number of trials that the run trained in parallel; None if unlimited."""
 

@@ -86,11 +86,11 @@ def _require_integer_or_text(value: object) -> object:
 
 NUMBER_VALIDATOR = BeforeValidator(_require_number_or_text)
 INTEGER_VALIDATOR = BeforeValidator(_require_integer_or_text)
-"""Put this after the bounds, as in `Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`: forms ignore bounds after it."""
+"""Put this after the bounds (`Annotated[int, Field(ge=1), INTEGER_VALIDATOR]`), since forms ignore later bounds."""
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
 """A finite number of Python or NumPy, or the text of a number, as it comes from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
-"""An integer in the same forms as `Number`; 3.0 is not an integer."""
+"""An integer of Python or NumPy, or the text of one; neither a bool nor 3.0."""
 
 
 class HasJsonForm:
@@ -160,7 +160,7 @@ def hash_bytes(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten nested `values` to one level with names like `model/depth`; a list becomes its JSON."""
+    """Flatten nested `values` to one level with names like `model/depth`; a list becomes the text of its JSON."""
     return {
         name: json.dumps(value) if isinstance(value, list | tuple) else value
         for name, value in iter_leaves(values, prefix)
@@ -215,7 +215,7 @@ def argument_error(invalid: ValidationError, within: str = "") -> Exception:
 
     Args:
         invalid: the error of pydantic. The result does not show an invalid text, which may be a secret.
-        within: the parameter that contains the invalid value.
+        within: the name of the parameter that contains the invalid value; empty if the error names it.
     """
     errors = invalid.errors(include_url=False)
     error = max(errors, key=lambda item: (item["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(item["loc"])))

@@ -14,7 +14,7 @@ import prefect_tune as pt
 
 
 class Digits(pt.Trainable):
-    """One hidden layer of `width` units, trained by gradient descent with momentum; a step is one batch.
+    """One hidden layer of `width` units, trained by gradient descent with momentum, with one batch in each step.
 
     A step depends on the arrays and on the random generator that draws the batch, so a checkpoint contains both.
     """

@@ -121,7 +121,7 @@ _TAGGED_RUNS: _Labels = {"prefect.resource.role": "tag", "prefect.resource.id": 
 def _make_silence_trigger(
     related: list[_Labels], *, after: str, expect: Sequence[str], within: timedelta
 ) -> EventTrigger:
-    """Return a trigger that fires if no event of `expect` follows a flow run's event `after` in the time `within`."""
+    """Return a trigger that fires if, for the time `within`, no event in `expect` follows a run's event `after`."""
     return EventTrigger(
         posture=Posture.Proactive,
         match={"prefect.resource.id": f"{_FLOW_RUN}*"},
@@ -212,8 +212,8 @@ def install_automations(
     """Install automations on the Prefect server, or update existing ones; return their names.
 
     Automations are matched by name; other automations are not changed. Installing twice is the same as installing once.
-    An alert without an action is switched off. An update leaves an automation with an action as it was, switched on or
-    off. An update replaces an alert's actions only if `notify` or `run` is passed.
+    An alert without an action is switched off. If an automation has an action, an update does not switch it on or off.
+    An update replaces an alert's actions only if `notify` or `run` is passed.
 
     Args:
         names: some of `automation_names()`. Default: all.
@@ -227,7 +227,7 @@ def install_automations(
     Raises:
         InvalidInput: an automation, block or deployment does not exist, or no Prefect server is configured. Nothing
             was installed.
-        TuneError: the server did not answer, or refused the request, for example because the role or plan forbids it.
+        TuneError: the server did not answer, or refused the request, for example because your role or plan forbids it.
     """
     window = _make_heartbeat_window(heartbeat_window_seconds)
     installed = install_specs(_select_specs(names, window), notify=notify, run=run, parameters=parameters)
@@ -261,7 +261,7 @@ def uninstall_automations(*, names: Collection[str] | None = None) -> Sequence[s
 
     Raises:
         InvalidInput: `names` contains an unknown name, or no Prefect server is configured.
-        TuneError: the server did not answer, or refused the request, for example because the role or plan forbids it.
+        TuneError: the server did not answer, or refused the request, for example because your role or plan forbids it.
     """
     removed = []
     with open_server_client("automations") as client:
@@ -354,7 +354,7 @@ def _install_automation(
         first, *duplicates = installed
         for duplicate in duplicates:  # created by concurrent installations
             _delete_automation(client, duplicate)
-        # Everything but DoNothing counts as an action: Prefect Cloud may have action types that this Prefect lacks.
+        # Everything but DoNothing counts as an action: Prefect Cloud may have types that the installed Prefect lacks.
         is_active = first.enabled if _has_action(first.actions) else is_active
         automation = _make_automation(spec, actions or first.actions, enabled=is_active)
         if automation.model_dump(include=_FIELDS) != first.model_dump(include=_FIELDS):  # an update resets the trigger

@@ -23,7 +23,7 @@ class DeployableFlow:
     name: str
     """The name of the flow, and the default name of its deployment."""
     entrypoint: str
-    """The flow's dotted path, because a file path would load a second copy of the module, with its own classes."""
+    """The flow's dotted path. A file path would load a second copy of the module, with its own classes."""
     description: str
     concurrency_limit: int | None = None
     """The maximum number of concurrent runs; None for no limit."""
@@ -166,7 +166,7 @@ def make_experiment_spec(
 ) -> DeploymentSpec:
     """Return the specification of the deployment `prefix` + `name`, of which at most one flow run runs at a time.
 
-    If the flow has an experiment, the experiment has the deployment's name, unless `parameters` has another name.
+    If the flow has an experiment, the experiment gets the deployment's name, unless `parameters` names the experiment.
     """
     name = f"{prefix}{name}"
     experiment = {"experiment": name} if flow.has_experiment else {}

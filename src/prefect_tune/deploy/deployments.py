@@ -61,7 +61,7 @@ def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters as the deployment stores them, with the names of blocks instead of the blocks' fields.
+    """Return the parameters as the deployment stores them: instead of the fields of a block, they have its name.
 
     With `complete`, every parameter that a run needs must be present, because no form asks for it in a scheduled run.
 
@@ -105,7 +105,7 @@ def _normalize_sync(sync: Mapping[str, Any], find_slug: SlugLookup) -> object:
 
 
 def _target_to_text(target: object, field: str, find_slug: SlugLookup) -> str:
-    """Return the target as a URI or `type/name`, which Prefect does not replace with a block's fields in a run."""
+    """Return the target as a URI or `type/name`; a run gets this text from Prefect unchanged, not a block's fields."""
     if isinstance(target, Mapping):
         if set(target) == {"$ref"}:
             return _resolve_saved_block(target["$ref"], field, find_slug)
@@ -277,7 +277,7 @@ def _make_schedule(schedule: DeploymentSchedule) -> _PrefectSchedule:
 
 
 def _create_or_update_deployment(client: SyncPrefectClient, deployment: _ValidatedDeployment) -> DeploymentResult:
-    """Create a deployment, or update an existing one, because creating it again would delete its schedules."""
+    """Create a deployment. If it exists, update it instead, because creating it again would delete its schedules."""
     fields, new_schedules = dict(deployment.fields), deployment.schedules
     try:
         existing = client.read_deployment_by_name(deployment.spec.full_name)
@@ -304,7 +304,7 @@ def _create_or_update_deployment(client: SyncPrefectClient, deployment: _Validat
 
 
 def _make_schedule_key(schedule: Any) -> str:
-    """Return a text that is equal for equal schedules; ignore an interval's anchor date, which users do not set."""
+    """Return a text that is equal for equal schedules; it omits an interval's anchor date, which users do not set."""
     return str(sorted(schedule.model_dump(exclude={"anchor_date"}).items()))
 
 

@@ -92,7 +92,7 @@ class Kill:
     seconds: float
     """The time from the kill to the end of the first step after the resume."""
     kept_bytes: int = 0
-    """The bytes of a killed upload that the target had already stored; they were not sent again."""
+    """The bytes that the target had already stored when an upload was killed; they were not sent again."""
 
     @property
     def repeated_steps(self) -> int:
@@ -266,10 +266,10 @@ def _compare_manifests(store: ObjectStore, expected: Manifest, actual: Manifest)
 
 # -------------------------------------------------------------------------------- differences without a kill
 #
-# Some values differ in undisturbed runs, too, but say nothing about the training: a measured time, the time of a save,
-# the id of a run. Such a value is ignored if the values that training changes are equal. Weights are never ignored, so
-# an array, an element of a list or an unreadable file always counts. A number in a checkpoint may be a weight, too. It
-# is ignored only if it is a Unix time, or if no metric depends on it, since metrics differ only in measured times.
+# Some values differ even without a kill, but say nothing about the training: a measured time, the time of a save, the
+# id of a run. Such values are ignored. Weights are never ignored, so an array, an element of a list or an unreadable
+# file always counts. A number in a checkpoint may be a weight, too. It is ignored only if it is a Unix time, or if
+# training hardly depends on it, because all generators are seeded, and the metrics differ only in measured times.
 
 
 def find_result_locations(
@@ -282,7 +282,7 @@ def find_result_locations(
 
     Args:
         changes: the values that change in the undisturbed run's checkpoints; empty if there is only one checkpoint.
-        unstable: the differences without a kill.
+        unstable: the differences that occurred without a kill.
         undisturbed: the undisturbed run.
         generators: the unseeded generators from which the run draws.
     """
@@ -351,7 +351,7 @@ def collect_metric_histories(run: DrillRun) -> Mapping[ValueLocation, ValueHisto
 
 
 def find_result_metrics(run: DrillRun, unstable: Sequence[Difference]) -> Collection[ValueLocation]:
-    """Return the metrics that training changes, without those that follow from the step or differ without a kill."""
+    """Return the metrics that training changes, except those that follow from the step or differ without a kill."""
     differing = {difference.location for difference in unstable}
     return {
         location

@@ -4,8 +4,8 @@ Files with equal values are equal even if their bytes differ. For example, the b
 equal values in it are one object, and loading changes that. No pickle is executed: `torch.load` reads with
 `weights_only=True`, NumPy reads without pickles, and any other pickle is read with stand-ins for classes and functions.
 
-Two files must never be reported as equal if bytes were not compared. The only exceptions are times in headers, and
-bytes that follow from the values (sizes, checksums, offsets).
+Never report two files as equal if a part of them was not compared. The only exceptions are times in headers, and bytes
+that follow from the values (sizes, checksums, offsets).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
         files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
-        # A Parquet file does not store when it was written, so other bytes are a difference, even with equal columns.
+        # A Parquet file does not store when it was written, so different bytes count even if the columns are equal.
         if differences or bytes(files[0].data[: len(_PARQUET)]) != _PARQUET:
             return differences
     sizes = [path.stat().st_size for path in (expected, actual)]
@@ -121,7 +121,7 @@ def _read_values(file: _FileContent) -> Any:
     if len(file.data) > _MAX_PICKLED_BYTES:
         raise OverflowError
     if head.startswith((b"\x80", b"\x78")):
-        with suppress(Exception):  # the file may not be a pickle: a text can begin with these bytes, too
+        with suppress(Exception):  # the file need not be a pickle: a text can begin with the second of these bytes
             return _read_pickles(file)
     text = str(file.data, "utf-8")
     if "\n" in text.strip():
@@ -156,7 +156,7 @@ def _read_json(file: _FileContent) -> object:
 
 
 def _read_npy(file: _FileContent) -> object:
-    """Return all arrays of a file, of which `numpy.load` would return only the first."""
+    """Return all arrays of a file; `numpy.load` would return only the first."""
     numpy, arrays = import_module("numpy"), list[Any]()
     layouts = numpy.lib.format
     headers = {(1, 0): layouts.read_array_header_1_0, (2, 0): layouts.read_array_header_2_0}
@@ -173,7 +173,7 @@ def _read_npy(file: _FileContent) -> object:
 
 
 def _read_safetensors(file: _FileContent) -> TreeNode:
-    """Return the bytes and types of the tensors, and the metadata; sort the metadata, which is written in any order."""
+    """Return the tensors and the metadata; sort the metadata, whose order in the file is arbitrary."""
     numpy = import_module("numpy")
     (length,) = struct.unpack("<Q", file.data[:8])
     header = dict(json.loads(bytes(file.data[8 : 8 + length]), object_pairs_hook=KeyValuePairs))
@@ -233,7 +233,7 @@ def _read_compressed(file: _FileContent, decompress: Callable[[bytes], bytes]) -
 
 
 def _read_zip(file: _FileContent) -> Any:
-    """Return the values from `torch.save` or skops by their paths, and the values of other members by their names."""
+    """Return the object that `torch.save` or skops wrote, and the values of all other members by their names."""
     with file.open() as stream, zipfile.ZipFile(stream) as archive:
         _require_no_gaps(archive, file.data)
         names = archive.namelist()
@@ -299,7 +299,7 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
     """Return a skops node without what differs between processes: ids, names of files, and the order of sets.
 
-    skops names files by the ids of objects, and writes sets in hash order. Replace a file's name with its values.
+    skops names files by the ids of objects, and writes sets in hash order. So a file's values replace its name.
     """
     if isinstance(node, list) and not isinstance(node, KeyValuePairs):
         return [_strip_ids(inner, members, used) for inner in node]

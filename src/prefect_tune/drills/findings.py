@@ -29,7 +29,7 @@ from prefect_tune.drills.values import MISSING, UNEXPECTED, iter_scalars
 _KIND_NOUNS = {
     "global": "a global random generator",
     "rng": "the state of a random generator",
-    "schedule": "the learning-rate schedule",  # before the optimizer, since it sets the optimizer's rate
+    "schedule": "the learning-rate schedule",  # listed before the optimizer, whose rate the schedule sets
     "scaler": "the gradient scaler",
     "optimizer": "the optimizer",
     "data": "the place in the data",
@@ -96,14 +96,14 @@ def find_unrestored_states(
     saved: Collection[str] = (),
     differs_at: int | None = None,
 ) -> Sequence[UnrestoredState]:
-    """Find the first resume that did not restore all states; return these states, the likeliest cause first.
+    """Find the first resume that did not restore all states; return the unrestored states, the likeliest cause first.
 
     Compare the states after the load of the checkpoint (for a function, after the next step) with the states of the
-    undisturbed run. Ignore a state that training does not change, and a state that differs without a kill up to the
-    step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step after
-    the resume of a function, every value computed from sums differs, whatever the cause, so return such a value only if
-    no generator, count or rate differs. If a variable holds a metric, return it only if all other differing states are
-    `saved` in checkpoints. Return a saved state only if no other state differs.
+    undisturbed run. Ignore a state that training does not change, and a state that has differed without a kill up to
+    the step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step
+    after the resume of a function, every weight or loss differs, whatever the cause, so return such values only if no
+    generator, count or rate differs: those that are not `saved` in checkpoints; if there are none, unsaved variables
+    that hold a metric; and saved values only if nothing else differs.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -142,7 +142,7 @@ def _select_causes(
 
 
 def _may_be_cause(state: UnrestoredState) -> bool:
-    """Return whether a state can be a cause: a generator, rate or count can, but a sum may differ only as a result."""
+    """Return whether a state can be a cause: a generator, rate or count can; a weight may differ only as a result."""
     return state.kind in {"global", "rng"} or not (_is_digest(state.actual) or state.kind == "value")
 
 
@@ -394,7 +394,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
     unrestored = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
-    # A difference without a kill matters if it is in a checkpoint and training changes the value.
+    # The steps at which training results in checkpoints differ even without a kill. For metrics, see `doubts` below.
     results = [diff.step for diff in unstable if diff.location in changing]
     verdict: Verdict = "not exact" if remaining else "exact"
     if results and (not remaining or min(results) <= remaining[0].step):
@@ -420,7 +420,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         steps=plan.steps,
         compared_metric_count=sum(map(len, compared.values())),
         compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
-        # Kept bytes are the difference: the undisturbed run sent all new bytes, the repeated upload only missing ones.
+        # The undisturbed run sent all new bytes, the repeated upload only missing ones; the target had kept the rest.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
@@ -437,9 +437,9 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
 def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
     """If equal values prove nothing, return the differences without a kill, the best evidence first; otherwise none.
 
-    If metrics (except measured times) differ and the training draws from an unseeded generator, the training is not
-    deterministic. If metrics differ but no generator is unseeded, the checkpoints must show that the training is
-    deterministic. A step count, or a rate that follows from the step, shows nothing, because it is equal in all runs.
+    If a value differs without a kill, or the training draws from an unseeded generator, equal values prove something
+    only if one is a result, which does not follow from the step. If a metric (except a measured time) differs without a
+    kill, that result must be in a checkpoint, and all generators must be seeded.
 
     Raises:
         TuneError: no value differs, and no value changes during the training.

@@ -25,7 +25,7 @@ class DrillPlan:
     config: Mapping[str, object] = field(default_factory=dict)
     steps: int = 12
     save_every: int = 3
-    """The number of steps between two saves of a class; a function saves when it reports a checkpoint."""
+    """A class trainable saves every `save_every` steps; a function trainable saves when it reports a checkpoint."""
     kills: tuple[tuple[int, Victim], ...] = ((4, "upload"), (7, "trial"), (10, "search"))
     hours_between_failures: float = 24.0
     processes: int = 1
@@ -35,12 +35,12 @@ class DrillPlan:
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return the steps after which a drill kills, each with the victim: `at` or, if it is empty, `count` random steps.
+    """Return each step after which a drill kills, with the victim: the steps `at` or, if empty, `count` random steps.
 
-    If enough steps follow the first save, all random steps follow it, because a resume from step 0 shows little.
+    If enough steps follow step `first_save`, all random steps are later, because a resume from step 0 shows little.
 
     Raises:
-        InvalidInput: a step is not between 1 and `steps - 1`, or there are too few steps.
+        InvalidInput: a step in `at` is not from 1 to `steps - 1`; or `at` is empty, and `count` is not in this range.
     """
     generator = random.Random(seed)  # noqa: S311 - no secret
     if not at and not 0 < count < steps:
@@ -71,7 +71,7 @@ def make_drill_plan(
     """Return the plan of a drill.
 
     Raises:
-        InvalidInput: the trainable has no import path, or a number is out of its range.
+        InvalidInput: `trainable` is not an import path, or a number is out of its range.
     """
     if ":" not in trainable:
         raise InvalidInput(f"trainable {trainable!r}: expected 'package.module:Name', since a new process imports it")

@@ -79,7 +79,7 @@ class RunPlan:
     def next_due_kill(self, step: int, *victims: Victim) -> int | None:
         """Return the number of the next kill if it is due after `step` and kills one of `victims`; otherwise None."""
         for number, (at, victim) in enumerate(self.kills):
-            if not Path(self.folder, f"kill-{number}").exists():  # the next kill: the first that was not made yet
+            if not Path(self.folder, f"kill-{number}").exists():  # the first kill that was not made is next
                 return number if step >= at and victim in victims else None
         return None
 
@@ -155,7 +155,7 @@ def probe_rank() -> None:
 
 
 def _probe_reports(plan: RunPlan, is_probed_frame: Callable[[FrameType], bool]) -> None:
-    """Write a record at each report of this process and of its forks.
+    """From now on, write a record at each report of this process and of its forks.
 
     A record has the local variables of the innermost frame for which `is_probed_frame` returns True.
     """
@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the waiting time. If a kill is due after the previous step, which is now reported, make the kill."""
+        """Measure the time since the last step's end. If a kill is due after that step, now reported, make the kill."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -210,7 +210,7 @@ class _Probe:
         self._ended = time.time()
 
     def write_record(self, step: int, objects: Mapping[str, object], *, is_restored: bool = False) -> None:
-        """Write a record of the states after this step, or after the load of this step's checkpoint."""
+        """On rank 0, record the states after `step` or, if `is_restored`, after the load of that step's checkpoint."""
         self._step, trial = step, get_trial()
         if trial.rank:
             return
@@ -232,13 +232,13 @@ class _Probe:
 
 
 def collect_states(objects: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the states of this process's random generators and of `objects`, as `"kind name"` and a value or digest."""
+    """Yield pairs of `"kind name"` and a value or digest, for this process's random generators and for `objects`."""
     yield "global random", _compute_digest(random.getstate())
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "global numpy.random", _compute_digest(numpy.random.get_state())
     if (torch := sys.modules.get("torch")) is not None:
         yield "global torch", _compute_digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():  # if not, the next line would make a training on the CPU use GPU memory
+        if torch.cuda.is_initialized():  # otherwise, the next line would take GPU memory from a CPU training
             for number, state in enumerate(torch.cuda.get_rng_state_all()):
                 yield f"global torch.cuda:{number}", _compute_digest(state)
     yield from islice((item for name, value in objects.items() for item in _iter_states(name, value)), _MAX_STATES)
@@ -268,7 +268,7 @@ def _iter_states(name: str, value: Any, depth: int = _MAX_DEPTH) -> Iterator[tup
 
 
 def _classify_value(value: object) -> str | None:
-    """Return the kind of a value, for messages of the drill; None for code and modules."""
+    """Return the kind of a value, for messages of the drill; None for a module, a class or a function."""
     if inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value):
         return None
     names = {base.__name__ for base in type(value).__mro__}
@@ -350,7 +350,7 @@ class _HashFile:
 
 
 def _compute_digest(value: Any) -> str:
-    """Return a digest of a value; if the value is too large or cannot be pickled, return a text with its type."""
+    """Return a digest; for an array without axes, its number; for a value too large or not picklable, its type."""
     if getattr(value, "nbytes", 0) > _MAX_HASHED_BYTES:
         return f"<{type(value).__name__} of {value.nbytes:,} bytes>"
     value = to_array(value)
@@ -384,7 +384,7 @@ def _compute_digest(value: Any) -> str:
 
 
 def copy_and_enter_directory(folder: Path) -> None:
-    """Copy the working directory to `folder`, unless another rank has done so; change to the copy."""
+    """Copy the working directory to a path in `folder`, unless another rank has done so; then enter the copy."""
     original = Path.cwd().resolve()
     copied = Path(folder, *original.parts[1:])
     if not folder.exists():
@@ -398,7 +398,7 @@ def copy_and_enter_directory(folder: Path) -> None:
 
 
 def _link_parents(original: Path, folder: Path) -> None:
-    """Make the parent directories of the copy, with links to all other entries of the original parents."""
+    """Make the parent directories of the copy; in them, link all other entries of the original parent directories."""
     for depth, part in enumerate(original.parts[1:], 1):
         above, copied = Path(*original.parts[:depth]), Path(folder, *original.parts[1:depth])
         copied.mkdir(parents=True, exist_ok=True)
@@ -409,7 +409,7 @@ def _link_parents(original: Path, folder: Path) -> None:
 
 
 def _copy_directory(original: Path, copied: Path, excluded: Path) -> None:
-    """Copy a directory level by level up to a limit; link the rest, and directories that contain `excluded`."""
+    """Copy a directory level by level up to a limit; link the rest, hidden directories, and parents of `excluded`."""
     left_bytes, left_entries = _MAX_COPIED_BYTES, _MAX_COPIED_ENTRIES
     copied.mkdir(parents=True)
     directories = deque([(original, copied)])

@@ -210,7 +210,7 @@ class Drill:
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         early = [diff for diff in differences if diff.step <= killed.undisturbed_steps]
-        # A value that is missing in one run does not count here, since the killed run may have had it until the kill.
+        # A value that one run lacks does not count as unstable, since the killed run may have had it until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):
@@ -230,7 +230,7 @@ class Drill:
         generators = find_unseeded_generators(undisturbed, (killed, again))
         changing: Collection[ValueLocation] = ()
         if unstable or generators:
-            if self._changes is None:  # only once: this reads all checkpoints
+            if self._changes is None:  # compute this once, since it reads all checkpoints
                 self._changes = find_changing_values(self.store, undisturbed)
             changing = find_result_locations(self._changes, unstable, undisturbed, generators)
         return RunComparison(undisturbed, killed, again, differences, unstable, changing, generators)
@@ -282,7 +282,7 @@ class Drill:
         )
 
     def delete_experiments(self) -> None:
-        """Delete the runs' experiments from the target; no other experiments have names with this drill's prefix."""
+        """Delete all objects whose paths begin with a run's experiment name; only this drill has such objects."""
         for trial in self._trials:
             try:
                 self.store.delete([listed.path for listed in self.store.list(trial.experiment)])
@@ -300,7 +300,7 @@ def read_output_tail(log: Path) -> str:
 
 
 def require_drillable(trainable: str) -> None:
-    """Import the trainable in a separate process, before anything slower starts.
+    """Check a trainable by an import in a separate process, before anything slower starts.
 
     Raises:
         InvalidInput: this function was called during the import of a trainable's module.
@@ -323,8 +323,8 @@ def require_drillable(trainable: str) -> None:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError, PermissionError):  # the group has ended: macOS raises PermissionError
-                    os.killpg(process.pid, signal.SIGKILL)  # includes processes that the module started
+                with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter if the group has ended
+                    os.killpg(process.pid, signal.SIGKILL)  # this also kills processes that the module started
                 process.wait()
         if code == 0:
             return
@@ -335,7 +335,7 @@ def require_drillable(trainable: str) -> None:
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, which is removed at the end of its `with` block or when a signal ends the process."""
+    """Return a temporary folder, which is removed at the end of its `with` block, also if Ctrl-C ends the block."""
     return tempfile.TemporaryDirectory(prefix="prefect-tune-drill-", ignore_cleanup_errors=True)
 
 
@@ -347,7 +347,7 @@ def make_run_environment() -> dict[str, str]:
 
 @contextmanager
 def prefect_api_environment(on_activity: Callable[[str], object] = lambda _: None) -> Iterator[dict[str, str]]:
-    """Yield the environment for a drill's runs, with the configured Prefect API or a server that ends with the drill.
+    """Yield the environment for a drill's runs, with the address of the configured API or of a temporary server.
 
     Raises:
         TuneError: the server did not start.
@@ -461,10 +461,10 @@ def format_legend(runs: Sequence[RunProgress]) -> str:
 
 
 def render_cells(run: RunProgress, width: int) -> Text:
-    """Return a bar of `width` cells: trained steps, committed checkpoints, kills, resumes."""
+    """Return a bar of `width` cells, which marks trained steps, committed checkpoints, kills and resumes."""
     last = [max(0, -(-step * width // run.steps) - 1) for step in range(run.steps + 1)]
     marks = [("━", "cyan") if run.step and cell <= last[run.step] else ("·", "dim") for cell in range(width)]
-    after = 1 if width >= 2 * run.steps else 0  # so that a kill does not hide the commit of its step
+    after = 1 if width >= 2 * run.steps else 0  # so that the mark of a kill does not hide the commit
     for steps, mark, offset in (
         (run.committed, ("●", "green"), 0),
         (run.resumes, ("↻", "bold yellow"), 0),

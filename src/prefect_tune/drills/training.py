@@ -20,7 +20,7 @@ from prefect_tune.drills.probe import RunPlan
 
 
 class _KillingStore:
-    """A proxy of a store. If a kill in an upload is due, this process kills itself after the upload's first object."""
+    """A proxy of a store. If a kill during an upload is due, it kills this process after the upload's first blob."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class _KillingStore:
         if "/blobs/" not in path:
             return
         with self._plan.records_path.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # the record of the saved step, since it is written before the save
+            last = deque(records, maxlen=1)[0]  # the saved step's record, which precedes the save
         if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 

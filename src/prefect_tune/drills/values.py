@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 ValuePath: TypeAlias = tuple[str, ...]
-"""The tokens of the keys on the way to a value. Key `1` differs from key `'1'`, and key `a.b` from key `b` in `a`."""
+"""The path to a value: a unique text (token) for each key. Key `1` differs from `'1'`, and `a.b` from `b` in `a`."""
 Scalar: TypeAlias = bool | int | float | str | dt.date | dt.time | dt.timedelta | uuid.UUID
 
 MISSING, UNEXPECTED = "missing", "not in the undisturbed run"
@@ -36,13 +36,13 @@ class FileDifference:
     file: str
     """The path in the checkpoint."""
     key: str
-    """The tensor, array, column, or path in JSON; empty if the file is compared as a whole."""
+    """The name of the tensor, array or column, or the path in JSON; empty if the file is compared as a whole."""
     description: str
     """For example `1 of 4,096 values, max |Δ| 2e-09`, or `5, expected 7`."""
     is_byte_comparison: bool = False
     """Whether the bytes of the whole file were compared, because the values cannot be read."""
     path: str = ""
-    """The key as a unique text; empty if `key` is unique."""
+    """The path to the value in the file, as joined tokens; empty if it equals `key`."""
     scalars: tuple[Scalar | None, Scalar | None] = field(default=(None, None), compare=False)
     """The expected and the actual value; None for a value that is not a number, time or short text."""
 
@@ -51,7 +51,7 @@ class FileDifference:
 
 
 def compare_values(expected: object, actual: object, name: str) -> Sequence[FileDifference]:
-    """Return the differences between the values of two files, or the metrics of two steps.
+    """Return the differences between the values of two files, or between the metrics of two steps.
 
     Raises:
         OverflowError: there are too many differences, for example because a shared object has many paths.
@@ -66,7 +66,7 @@ class _Comparison:
     name: str
     differences: list[FileDifference] = field(default_factory=list)
     compared: dict[tuple[int, int], object] = field(default_factory=dict)
-    """The pairs that are equal or being compared, by the ids of both objects; ids of stored objects are not reused."""
+    """Pairs that are equal or being compared, by both objects' ids; storing the objects prevents a reuse of the ids."""
 
     def compare(self, expected: object, actual: object, path: ValuePath) -> None:
         pair = id(expected), id(actual)
@@ -110,7 +110,7 @@ def _describe_order_difference(expected: TreeNode, actual: TreeNode) -> str:
 
 
 def iter_scalars(value: object) -> Iterator[tuple[str, Scalar | None]]:
-    """Yield the path (see `FileDifference.path`) of each leaf, and its value; None if the leaf is not a scalar."""
+    """Yield the path of each leaf, as joined tokens, with its value, or with None if the leaf is not a scalar."""
 
     def walk(value: object, path: ValuePath) -> Iterator[tuple[str, Scalar | None]]:
         if (node := to_tree_node(value)) is None:
@@ -223,7 +223,7 @@ def to_tree_node(value: Any) -> TreeNode | None:
 
 
 def index_by_token(pairs: Iterable[tuple[object, object]]) -> dict[str, object]:
-    """Return the values by the tokens of their keys; a repeated key gets another token."""
+    """Return the values by the tokens of their keys; each repetition of a key gets another token."""
     parts: dict[str, object] = {}
     counts: dict[str, int] = {}
     for key, value in pairs:
@@ -257,7 +257,7 @@ def _split_tensor(value: Any) -> TreeNode | None:
         names = ("crow_indices", "col_indices") if is_row_compressed else ("ccol_indices", "row_indices")
         parts = {name: getattr(tensor, name)() for name in (*names, "values")}
     elif tensor.is_quantized:
-        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # the values include the scales
+        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # other scales give other values
     else:
         return None
     kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_format_tensor_details(value)}"
@@ -329,7 +329,7 @@ def _to_scalar(value: object) -> Scalar | None:
 
 
 def _describe_leaf_difference(expected: object, actual: object) -> str:
-    """Describe how two leaves differ; empty if their types and all their bits are equal."""
+    """Return how two leaves differ; an empty text if their types and all their bits are equal."""
     if isinstance(expected, Array) and isinstance(actual, Array):
         return _describe_array_difference(expected, actual)
     if type(expected) is type(actual) and _to_comparable_bits(expected) == _to_comparable_bits(actual):
@@ -340,7 +340,7 @@ def _describe_leaf_difference(expected: object, actual: object) -> str:
 
 
 def _to_comparable_bits(value: Any) -> object:
-    """Return a value that is equal only for values of the same type with the same bits."""
+    """Return an object that, for two values of one type, is equal only if all their bits are equal."""
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, complex):

@@ -39,14 +39,14 @@ from prefect_tune.storage_retries import with_retries
 _Response = TypeVar("_Response")
 _POLL_INTERVAL_SECONDS = 2.0
 _NODES_END_TIMEOUT_SECONDS = 60.0
-_NODE_0_END_TIMEOUT_SECONDS = 30.0  # how long node 0 can run after the other nodes have ended
+_NODE_0_END_TIMEOUT_SECONDS = 30.0  # the time for node 0 to end after the other nodes have ended
 _MIN_CPU = 0.01
 _WAIT_REASON_INTERVAL_SECONDS, _SLOT_RETRY_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # Prefect's maximum
 _START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
-"""The name of the Cancelled state that a search gives to its runs that have not begun."""
+"""The name of the Cancelled state that a stopping search sets on those flow runs of attempts that have not begun."""
 _DEPLOY_COMMAND = "prefect-tune deploy train-trial --work-pool POOL"
 _API_ERRORS = (PrefectException, httpx.HTTPError, OSError)
 
@@ -56,14 +56,14 @@ class _Canceller(Enum):
 
     USER = auto()
     CONCURRENCY_LIMIT = auto()
-    """The deployment's concurrency limit, because of which Prefect cancels runs that get no slot."""
+    """The deployment's concurrency limit: Prefect may cancel a run that finds no free slot."""
 
 
 class TaskRunnerLauncher:
-    """Starts each attempt as a task of the flow's task runner, which reserves the trial's resources.
+    """Starts each attempt in the flow's task runner, which reserves the trial's resources.
 
-    Each node is a task. Ray starts all nodes of an attempt together, in a placement group. Dask starts each node when a
-    worker is free. An attempt that still lacks a node after 10 minutes fails and releases its workers.
+    Each node of the attempt is a task. Ray starts all nodes together, in a placement group. Dask starts each node when
+    a worker is free. An attempt that still lacks a node after 10 minutes fails and releases its workers.
     """
 
     attempts_outlive_search = False
@@ -102,7 +102,7 @@ class TaskRunnerLauncher:
         return wait_for_tasks
 
     def cancel_unstarted_attempts(self) -> None:
-        """Do nothing, because a task that still waits for a worker starts later, and then reads that it must end."""
+        """Do nothing: a task that waits for a worker starts later, and then reads on the target that it must end."""
 
 
 class _PlacementGroup:
@@ -147,7 +147,7 @@ def _make_context_factory(runner: object, resources: Resources | None) -> Callab
 
 
 class DeploymentLauncher:
-    """Starts each attempt as a run of a deployment of `train_trial`, and finds the run by its idempotency key."""
+    """Starts each attempt as a run of a deployment of `train_trial`, or finds the run that an earlier start made."""
 
     attempts_outlive_search = True
 
@@ -190,7 +190,7 @@ class DeploymentLauncher:
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
         """Return a function that starts the attempt and waits for its end; both may take minutes."""
-        del channel  # the deployment run creates a channel from its parameters
+        del channel  # not used, since the deployment's run makes its own channel from its parameters
 
         def run_attempt() -> None:
             self.wait_for_run(first := self.start_attempt(spec, request, attempt))
@@ -232,8 +232,8 @@ class DeploymentLauncher:
     def _find_or_create_run(self, spec: TrialSpec, parameters: dict[str, object], key: str) -> FlowRun:
         """Return the newest run of this attempt; create a run if there is none.
 
-        If a run has ended, an earlier owner may have created later runs, so look for these by their keys. If an earlier
-        owner called `cancel_unstarted_attempts` before the run began, create a new run.
+        If a run has ended, an earlier owner may have created later runs, so look for these by their keys. If a run was
+        cancelled by a concurrency limit, or by an owner's `cancel_unstarted_attempts`, create a new run.
         """
         run = self._create_run(spec, parameters, self._take_next_key(key))
         while run.state is not None and run.state.is_final():
@@ -371,7 +371,7 @@ def _get_wait_reason(client: SyncPrefectClient, deployment_name: str) -> str | N
 
 
 def _poll_runs(client: SyncPrefectClient, runs: Sequence[UUID], *, withdrawn: bool) -> Mapping[UUID, State[Any] | None]:
-    """Return each run's state (None: deleted). If the search stops (`withdrawn`), cancel the runs that have not begun.
+    """Return each run's state; None if deleted. If the search stops (`withdrawn`), cancel the runs that have not begun.
 
     Raises PrefectException, httpx.HTTPError, OSError: the API is unavailable.
     """

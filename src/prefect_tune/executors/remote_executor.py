@@ -4,8 +4,8 @@
     attempt    RemoteSearchChannel: posts to its outbox, and polls the target for decisions
 
 A report that needs a decision is posted immediately. The present owner of the experiment writes the decision as an
-object, even if another owner started the attempt. If a post is unreadable, the driver closes the attempt's outbox,
-which ends the attempt, and adopts the attempt's checkpoints.
+object, even if another owner started the attempt. If a post is unreadable, the driver ends the attempt by closing its
+outbox, and adopts the attempt's checkpoints.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_spec_parameter(spec: TrialSpec) -> dict[str, Any]:
     """Convert `spec` to a parameter of `train_trial` that contains no secrets and is valid in any process.
 
     Raises:
-        InvalidInput: the trainable is not an import path, the target needs secrets, or trials are threads.
+        InvalidInput: the trainable is not an import path, the target needs secrets, or the trials run in threads.
     """
     if ":" not in spec.trainable:
         text = "trials='deployment': other machines must import the trainable; pass it as 'package.module:Name'"
@@ -106,9 +106,9 @@ class RemoteSearchChannel(SearchChannel):
     """Connects an attempt to its search through the target. It can be pickled until `subscribe` is called.
 
     Args:
-        owner_term: the term of the owner that starts the attempt. In each process, attempts of one term share a pool.
+        owner_term: the term of the owner that starts the attempt. In each process, attempts of one owner share a pool.
         reuse: how the trials in that pool share the import of the trainable's module.
-        pool: a pool to use instead of the shared pool; it is not pickled.
+        pool: a pool to use instead of the shared pool; the pickled channel does not contain it.
     """
 
     requests_decisions_by_report = True
@@ -130,7 +130,7 @@ class RemoteSearchChannel(SearchChannel):
         self._awaited_step: int | None = None
         self._decision_requested = threading.Event()
         self._closed = threading.Event()
-        self._closed.set()  # until `start_polling`
+        self._closed.set()  # no thread polls before `start_polling`
         self._has_unsolicited_answer = False
         self._logged_error: type[TuneError] | None = None
 
@@ -200,9 +200,9 @@ class RemoteSearchChannel(SearchChannel):
         """Deliver the answers that have arrived; return True if one of them is the awaited answer.
 
         An error of the target is ignored, since the next poll reads again. An answer that is damaged or of an unknown
-        version stops the trial: the trial saves and ends, and its next attempt gets other answers. If an answer is
-        late, also check the outbox: a waiting trial posts nothing, and so would not notice that a new owner has closed
-        the outbox to end the attempt. A closed outbox stops the trial, too.
+        version stops the trial: the trial saves and ends, and its next attempt gets other answers. If the awaited
+        answer is late, also check the outbox, because a waiting trial posts nothing, and so would not notice that a new
+        owner has closed the outbox to end the attempt. A closed outbox stops the trial, too.
         """
         unsolicited, step, is_closed = None, self._awaited_step, False
         try:
@@ -214,7 +214,7 @@ class RemoteSearchChannel(SearchChannel):
                     is_closed = self._outbox.check_closed(store)
         except (StoreUnavailable, OSError):  # OSError: a local error, such as too many open files
             return False
-        except TuneError as error:  # such as expired credentials, which may be replaced while the trial runs
+        except TuneError as error:  # do not raise: expired credentials, for example, may still be replaced
             if type(error) is not self._logged_error:
                 self._logged_error, log = type(error), logging.getLogger("prefect_tune")
                 kind = type(error).__name__
@@ -236,7 +236,7 @@ class RemoteSearchChannel(SearchChannel):
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines. If attempts outlive the search, another launch finds the running attempt."""
+    """Launches attempts on other machines. If attempts outlive the search, a second launch finds the running one."""
 
     @property
     def attempts_outlive_search(self) -> bool:
@@ -245,7 +245,7 @@ class AttemptLauncher(Protocol):
     def __call__(
         self, spec: TrialSpec, request: AttemptRequest, channel: RemoteSearchChannel, attempt: int
     ) -> Callable[[], object]:
-        """Launch an attempt; return a function that awaits the end, and raises the attempt's error if known."""
+        """Launch an attempt; return a function that waits for its end, and raises its error if the error is known."""
 
     def cancel_unstarted_attempts(self) -> None:
         """Cancel the attempts that have not begun, if the launcher can. Do not wait."""
@@ -314,7 +314,7 @@ class RemoteExecutor:
         if trial.outbox is None:
             raise ValueError(f"trial {trial.id!r} has no outbox")
         with_store(self._target, lambda store: delete_unsolicited_answer(store, spec.trial, number), _SEARCH_TIMEOUT)
-        if self._experiment_id is None:  # by this id, a late attempt notices that its experiment was deleted
+        if self._experiment_id is None:  # a late attempt compares this id, to notice a deletion
             self._experiment_id = read_experiment_id(self._target, spec.trial.journal_key)
         channel = RemoteSearchChannel(self._target, spec.trial, number, request.owner_term, spec.reuse)
         wait = self._launch(spec, replace(request, experiment_id=self._experiment_id or ""), channel, number)

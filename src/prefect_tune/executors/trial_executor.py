@@ -37,7 +37,7 @@ _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt's task has exited, or raised `error`. If the journal lacks the attempt's end, the attempt is lost."""
+    """An attempt's task has ended, with `error` if it raised one. With no end in the journal, the attempt is lost."""
 
     trial: str
     error: BaseException | None = None
@@ -195,7 +195,7 @@ class LocalExecutor:
         self._is_closed = False
         self._guard = threading.Lock()
         self._awaited_events: dict[str, EventsSubmitted] = {}
-        """The last submitted events of each trial that waits until its events are journaled."""
+        """For each trial that waits until its events are journaled: the last events that it submitted."""
         self._channels: dict[str, InProcessChannel] = {}
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class LocalExecutor:
     def start_attempt(self, spec: TrialSpec, request: AttemptRequest) -> None:
         trial, used_slots = spec.trial.trial, self._slots.values()
         channel = self._channels[trial] = InProcessChannel(trial, self._on_message, self._pool)
-        if self._environments:  # the lowest free slot, to reuse an idle process that has the slot's devices
+        if self._environments:  # take the lowest free slot, to reuse an idle process with its devices
             slot = next(slot for slot in range(len(self._environments)) if slot not in used_slots)
             self._slots[trial] = slot
             request = replace(request, environment={**request.environment, **self._environments[slot]})
@@ -234,7 +234,7 @@ class LocalExecutor:
     def remove_attempt(self, trial: str) -> None:
         del self._channels[trial]
         self._slots.pop(trial, None)
-        self._awaited_events.pop(trial, None)  # free the experiment's state, which the future holds
+        self._awaited_events.pop(trial, None)  # this frees the state that the events' future holds
 
     def reject_events(self) -> None:
         with self._guard:
@@ -278,8 +278,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial`, the number of slots is the smallest limit; without a limit, it is the number of CPUs
-    divided by a trial's processes. The slots, or the trials if there are fewer of them, share the CPUs equally.
+    Without `resources_per_trial`, the number of slots is the lower of both limits; without a limit, it is the number of
+    CPUs divided by a trial's processes. The slots, or the trials if they are fewer, share the CPUs equally.
 
     Args:
         plan: the plan, which may limit the number of slots.
@@ -292,7 +292,7 @@ def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     cpu_count, needed, is_thread = count_available_cpus(), plan.resources, plan.isolation == "thread"
     if needed is None:
         count = max_slots or max(1, cpu_count // compute_process_count(plan.processes_per_trial, 1))
-        trial_count = None if plan.samples_per_run else plan.trial_count  # if None, only the journal has the total
+        trial_count = None if plan.samples_per_run else plan.trial_count  # None if the plan lacks the total
         share = max(1, cpu_count // min(count, trial_count or count))
         has_all = share >= (os.cpu_count() or 1) and plan.processes_per_trial == 1
         gpu_count = 0 if isinstance(plan.processes_per_trial, int) else len(list_gpus(os.environ)) // count

@@ -27,7 +27,7 @@ def select_metrics(
     """Select the wanted metrics from a framework's metrics. With `allow_missing`, skip missing metrics.
 
     Raises:
-        BadMetric: a wanted metric is missing.
+        BadMetric: a wanted metric is missing, and `allow_missing` is False.
     """
     if wanted is None:
         return dict(metrics)
@@ -101,7 +101,7 @@ def make_trial_path(path: str, option: str | None = None) -> str:
 
 
 def find_sibling_callbacks(callback: object) -> Sequence[object]:
-    """Search the callers' frames for the list with `callback` in it, since Keras and XGBoost do not pass that list."""
+    """Find the list that contains `callback`, in the callers' frames, since Keras and XGBoost do not pass the list."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)

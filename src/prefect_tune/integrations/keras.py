@@ -41,7 +41,7 @@ _PATH_ATTRIBUTES = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path to which a callback writes. Other attributes of the callback may have paths below it."""
+"""For each class of callbacks, the attribute with its output path. Other attributes may have paths below that path."""
 
 
 def get_initial_epoch() -> int:

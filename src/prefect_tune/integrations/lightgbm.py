@@ -41,7 +41,7 @@ def load_booster(directory: str | Path) -> lgb.Booster:
 
 
 def remaining_rounds(num_boost_round: int) -> dict[str, Any]:
-    """Return the `num_boost_round` and `init_model` of a start or a resume; see `TuneReportCheckpointCallback`."""
+    """Return `num_boost_round` and `init_model` for the next `lgb.train`; see `TuneReportCheckpointCallback`."""
     directory = get_checkpoint_directory()
     booster = load_booster(directory) if directory else None
     done = booster.current_iteration() if booster else 0
@@ -57,7 +57,7 @@ class TuneReportCheckpointCallback:
 
     A resume is exact if no round draws random numbers. Bagging, `feature_fraction`, GOSS, DART and extra trees use
     generators that LightGBM neither saves nor reseeds. With these options, use `train`, whose resume is exact.
-    Put this callback last, because in the trial's last round LightGBM calls no callback after this one.
+    Put this callback last, because LightGBM skips the callbacks after this one when the trial ends.
 
     Args:
         metrics: the metrics to report; `{"loss": "test-multi_logloss"}` renames one. Default: all.

@@ -62,7 +62,7 @@ def get_checkpoint_path() -> str | None:
 
 
 class TuneReportCheckpointCallback(Callback):
-    """Report logged metrics, and save the trainer's state at the flow's `checkpoint` interval and at the end.
+    """Report the logged metrics, and save the trainer's state at the flow's `checkpoint` interval and at the end.
 
     ```python
     trainer = Trainer(callbacks=[TuneReportCheckpointCallback(every_steps=10)], enable_checkpointing=False)
@@ -70,9 +70,9 @@ class TuneReportCheckpointCallback(Callback):
     ```
 
     The state is Lightning's own state and the random generators, which Lightning does not save. The loader must resume
-    at its position: use `prefect_tune.integrations.torch.ResumableLoader`, or another one with `state_dict`. Epoch
-    averages of metrics logged with `on_epoch=True` include only the batches since a resume. With `processes_per_trial`,
-    pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
+    at its position: use `prefect_tune.integrations.torch.ResumableLoader`, or another one with `state_dict`. If a
+    resume is within an epoch, that epoch's averages (`on_epoch=True`) include only the batches after the resume. With
+    `processes_per_trial`, pass `devices=pt.get_trial().world_size, use_distributed_sampler=False` to the trainer.
 
     `default_root_dir`, the folders of `CSVLogger` and `TensorBoardLogger`, and `dirpath` of `ModelCheckpoint` are moved
     below the trial's directory, so that trials do not overwrite each other's files. A path that contains the trial's ID
@@ -136,7 +136,7 @@ class TuneReportCheckpointCallback(Callback):
         self._has_validated |= not trainer.sanity_checking
 
     def _patch_loops(self, fit_loop: Any) -> None:
-        """Patch the loops to call this callback after each complete batch and epoch of Lightning.
+        """Patch the loops so that they call this callback when Lightning has completed a batch or an epoch.
 
         A callback's own hooks run too early, before other hooks, a validation, and schedulers that monitor a metric.
 
@@ -166,7 +166,7 @@ class TuneReportCheckpointCallback(Callback):
                 f"{stateless}: without a saved position, a resume would train on other batches; use "
                 "prefect_tune.integrations.torch.ResumableLoader, or a loader with state_dict and load_state_dict"
             )
-        # Restore the SIGTERM handler: Lightning's would end the training at the next batch, before its report and save.
+        # Restore the trial's SIGTERM handler, since Lightning's would end the training before the next report and save.
         signals = self._trainer._signal_connector
         signals._register_signal(signal.SIGTERM, signals._original_handlers[signal.SIGTERM])
         if get_checkpoint_path() is not None and self._restored_state is None:
@@ -194,12 +194,12 @@ class TuneReportCheckpointCallback(Callback):
         self._trainer.callback_metrics.update(state["metrics"])
         self._trainer.should_stop |= state["should_stop"]
         rank_file = Path(get_checkpoint_directory() or "", _RANK_FILE.format(self._rank))
-        # A rank that is not in the checkpoint uses the random state of rank 0.
+        # A rank without a random state in the checkpoint uses the random state of rank 0.
         has_state = self._rank > 0 and rank_file.exists()
         set_random_state(torch.load(rank_file, weights_only=True) if has_state else state["random"])
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
-        """Reset an epoch, and the flags that would make Lightning repeat or skip parts of a batch after a restore."""
+        """Reset an epoch, and clear flags that make Lightning repeat or skip parts of a batch after a restore."""
         reset()
         fit_loop = self._trainer.fit_loop
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False

@@ -105,7 +105,7 @@ class _OptunaSchedule(Schedule):
     def __init__(self, pruner: BasePruner, objective: Objective, seed: int) -> None:
         self._pruner = pruner
         self._objective = Objective(metrics=objective.metrics[:1], modes=objective.modes[:1])
-        # Hyperband chooses a trial's bracket by the study's name and the trial's number, so the name has the seed.
+        # Hyperband derives a trial's bracket from the study's name and the trial's number; so put the seed in the name.
         self._study = Study(f"prefect-tune-{seed}", self._objective.modes)
         self._study.pruner = pruner
         self._trials = self._study.trial_storage
@@ -168,7 +168,7 @@ def _find_next_rung_step(first: int, factor: int, step: int) -> int:
 
 
 Constraints: TypeAlias = Sequence[str] | Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[float]]
-"""Names of metrics, or a function of (config, metrics). A trial is feasible if none of these values is above 0."""
+"""Names of metrics, or a function of (config, metrics). A trial is feasible if each metric or result is at most 0."""
 
 _log = logging.getLogger("prefect_tune")
 _STUDY_NAME = "prefect-tune"
@@ -191,7 +191,7 @@ class OptunaSearch(Search):
     num_samples: int | None = field(default=None, metadata={"example": 40})
     """The number of trials; -1 for no limit. It may be None if the sampler ends by itself (grid, brute force)."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
-    """Configurations to try first; they count as samples. Missing values are sampled."""
+    """Configurations to try first; they count as samples. The sampler draws missing values."""
     constraints: Constraints | None = field(default=None, kw_only=True)
     """Only for TPE, GP, NSGA-II, NSGA-III. A function must be deterministic and return a constant number of values."""
 
@@ -275,7 +275,7 @@ class _OptunaSearchState(SearchState):
             return
         trial, proposed = self._propose(number, fixed)
         if self._sampler.is_exhaustive and not are_json_equal(proposed, config):
-            trial.system_attrs = {}  # another search proposed `config`, so this sampler's point is still untried
+            trial.system_attrs = {}  # another search proposed `config`, so this sampler's proposal is untried
         self._store_trial(number, config, trial, parameters)
 
     def on_report(self, number: int, report: StepReport) -> None:

@@ -295,7 +295,7 @@ _STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.
 All other samplers store notes in the study or trials (a generation, an optimizer's state, a position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters. Any other sampler draws the missing parameters at random."""
+"""Samplers that support trials with missing parameters. After such a trial, any other draws these at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Types whose objects are not copied: trials and distributions, which are constant, and Optuna's cache of the space."""
@@ -304,9 +304,9 @@ _SEED_BITS = 128
 
 
 class SeededSampler:
-    """A sampler that is copied for each proposal. Each copy has its own seeds.
+    """A sampler that is copied and seeded for each proposal.
 
-    The sampler's own seeds are ignored; draws depend on the experiment's seed and the number of the trial.
+    The seeds that the user gave the sampler are ignored: draws depend on the experiment's seed and the trial's number.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
@@ -317,7 +317,7 @@ class SeededSampler:
             if isinstance(part, samplers.QMCSampler):  # replace its seed, which may be random
                 part._seed = draw_integer(1 << 32, seed, "optuna", "sequence")  # noqa: SLF001 - there is no public name
             elif isinstance(part, samplers.BruteForceSampler):
-                # One process does not need this: its running trials have all parameters, and hide no configuration.
+                # Only several processes need this option: in one process, each running trial has all its parameters.
                 part._avoid_premature_stop = False  # noqa: SLF001 - else the same configuration is proposed again
         self._generators = [part for part in parts if isinstance(part, _Generator)]
         # Generators need no copies, because they are reseeded before each use.

@@ -42,13 +42,13 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
     The generators are the global generators of Python and NumPy, and PyTorch's on the CPU and each CUDA device.
 
     Args:
-        extra: further plain values.
+        extra: plain values besides those in `parts`.
         parts: everything that the next step needs, under names that you choose: `Stateful` objects and plain values.
             Plain values are numbers, text, None, tensors, NumPy's arrays and numbers, and lists, tuples and dicts of
             these. `load_state` returns the plain values.
 
     Raises:
-        InvalidInput: a part is neither `Stateful` nor plain, or has a state that `load_state` could not read.
+        InvalidInput: a part is neither `Stateful` nor plain, its state cannot be loaded, or its name is in `extra`.
     """
     states = {name: part.state_dict() for name, part in parts.items() if _is_stateful(part)}
     values = {name: part for name, part in parts.items() if name not in states}
@@ -238,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
-        # Each iterator draws a number, and a resume makes one more iterator, so the global generator is not used.
+        # Do not use the global generator: each iterator draws a number from it, and a resume makes one more iterator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._batches, **options)
 

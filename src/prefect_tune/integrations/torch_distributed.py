@@ -53,8 +53,9 @@ _METADATA_FILE = "checkpoint.json"
 _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
+# The ranges of a file that a rank needs are read together, up to the first size in total, and across gaps up to the
+# second size. Large reads are faster, because a read from a target fetches the checkpoint's chunks in parallel.
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
-"""The largest read, and the largest gap between two ranges in it; a read loads a target's chunks in parallel."""
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
 _Path: TypeAlias = tuple[str | int, ...]
@@ -74,7 +75,7 @@ class _ByteRange(_StrictModel):
 
 
 class _Chunk(_ByteRange):
-    """The bytes of a part of a tensor, row-major and little-endian (the machine's byte order)."""
+    """The bytes of a part of a tensor: row-major, in the machine's byte order (little-endian)."""
 
     offsets: _Sizes
     sizes: _Sizes
@@ -138,8 +139,7 @@ class CheckpointWriter(StorageWriter):
         """Check that the save makes one checkpoint of all ranks, and create the directory.
 
         Raises:
-            InvalidInput: `use_collectives` is False, so each rank would write only its own part's metadata; or the
-                directory contains another save, whose files would be lost.
+            InvalidInput: `use_collectives` is False, so no rank would know all files; or the directory contains a save.
         """
         del is_coordinator, args
         if not kwargs.get("use_collectives", True):
@@ -233,7 +233,7 @@ class CheckpointReader(StorageReader):
     def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        # Read here, not in `read_metadata`, whose errors `dcp.load` of PyTorch 2.11 reports only as "metadata is None".
+        # Read it here, since `dcp.load` of PyTorch 2.11 reports each error in `read_metadata` as "metadata is None".
         self._metadata = self._read_metadata()
 
     def reset(self, checkpoint_id: object = None) -> None:
@@ -325,7 +325,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # Set a stride of 1, which a view of bytes requires; a tensor of one element is contiguous with any stride.
+    # A view of bytes requires a stride of 1, and one element is contiguous with any stride; so set the stride.
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
@@ -363,7 +363,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise _MetadataError(f"{name}: expected a tensor type, found {tensor.dtype!r}")
-        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # empty first, to be replaced at the same offsets
+        for chunk in sorted(tensor.chunks, key=attrgetter("length")):  # first the empty ones, which others may replace
             has_same_rank = len(chunk.offsets) == len(chunk.sizes) == len(tensor.sizes)
             ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
             is_inside = has_same_rank and all(end <= size for end, size in zip(ends, tensor.sizes, strict=True))
@@ -384,7 +384,7 @@ def _make_metadata(document: _MetadataDocument) -> Metadata:
 
 
 def _group_into_reads(parts: Iterable[_ItemRange]) -> Iterator[list[_ItemRange]]:
-    """Yield groups of parts that are near enough for one read; `parts` are in the order of their bytes in a file."""
+    """Yield groups of ranges that are near enough for one read; `parts` are in the order of their bytes in a file."""
     group: list[_ItemRange] = []
     for part in parts:
         if group and (part.start - group[-1].end > _MAX_GAP_BYTES or part.end - group[0].start > _MAX_READ_BYTES):

@@ -40,7 +40,7 @@ def get_checkpoint_path() -> str | None:
 
 
 class TuneReportCheckpointCallback(TrainerCallback):
-    """Report logged and evaluated metrics. Each report has a checkpoint of the Trainer.
+    """Report the metrics that the Trainer logs, and those of its evaluations, each time with the Trainer's checkpoint.
 
     ```python
     trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[
@@ -58,7 +58,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
     These are synced as artifacts. At a reported step, only the report's checkpoint is saved, and moved to the target.
 
     Args:
-        metrics: the logged and evaluated metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
+        metrics: which of these metrics to report; `{"loss": "eval_loss"}` renames one. Default: all.
         every_steps: the number of optimizer steps between reports; the last step is always reported. Default: report at
             the end of each epoch. Before the end of the first evaluation, reports may lack the metric of the search.
     """
@@ -74,7 +74,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         del state, control
-        with suppress(InvalidInput):  # without a trial, raise later, in `Trainer.train`
+        with suppress(InvalidInput):  # if there is no trial, `on_train_begin` raises this error later
             _move_output_dir(args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -111,7 +111,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         for logs in state.log_history:  # so that reports include metrics of an evaluation before the resume
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):
-            # The Trainer saves weights under the hub's names, but loads only the model's own names. So load all here.
+            # The Trainer saves weights under the hub's names, but loads only the model's, so load all of them here.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

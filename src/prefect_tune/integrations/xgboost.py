@@ -83,7 +83,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
     def after_iteration(self, model: Any, epoch: int, evals_log: Any) -> bool:
         del epoch
         last = {f"{data}-{name}": log[-1] for data, logs in evals_log.items() for name, log in logs.items()}
-        # Cross-validation returns the mean and the deviation: report the mean.
+        # In a cross-validation, a score is a pair of the mean and the deviation: report the mean.
         last = {name: float(score[0] if isinstance(score, tuple) else score) for name, score in last.items()}
         return not try_report_step(select_metrics(last, self._metrics), partial(_save_booster, model))
 
@@ -93,7 +93,7 @@ class TuneReportCheckpointCallback(xgb.callback.TrainingCallback):
 
 
 class _ReportNewRoundsCallback(TuneReportCheckpointCallback):
-    """Does not report the first `reported_rounds` rounds, because an earlier attempt has reported these rounds."""
+    """Skips the first `reported_rounds` rounds, because an earlier attempt has reported them; reports later rounds."""
 
     def __init__(self, metrics: MetricNames, reported_rounds: int) -> None:
         super().__init__(metrics)
@@ -144,7 +144,7 @@ def train(
     for begin in range(first, num_boost_round, segment_rounds):
         end = min(begin + segment_rounds, num_boost_round)
         seeded = {**params, "seed": int(params.get("seed", 0)) + begin}
-        # Pass only the trees, as after a resume, since a booster in memory would keep its random generators.
+        # Pass only the trees, because a booster in memory would keep its random generators, which no resume restores.
         trees = None if booster is None else booster.save_raw("ubj")
         booster = xgb.train(seeded, dtrain, end - begin, xgb_model=trees, callbacks=callbacks, **options)
         if booster.num_boosted_rounds() < end or callback.is_trial_over:

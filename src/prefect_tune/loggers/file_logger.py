@@ -71,7 +71,7 @@ def require_package(module: str, extra: str, logger: str) -> None:
 
 
 class StepRows:
-    """A text file with one row (a JSON object) per step. A step's new row replaces the rows of this and later steps.
+    """A text file with one row (a JSON object) per step. A new row replaces the rows of its step and of later steps.
 
     A line that a crash truncated is ignored. Each row is passed to the operating system at once; after `sync`, it also
     survives a power failure. A metric named `trial`, `step` or `trained_seconds` is left out.
@@ -88,7 +88,7 @@ class StepRows:
         self.remove_rows_after(math.inf)
 
     def write_row(self, trial: str, report: StepReport) -> str:
-        """Write and return the row of a step; it replaces the rows of this step and all later steps."""
+        """Write the row of a step in place of the rows of this step and all later steps; return the row."""
         row = self._make_row({"trial": trial, "step": report.step, "trained_seconds": report.trained_seconds}, report)
         if report.step <= self.last_step:
             self.remove_rows_after(report.step - 1)

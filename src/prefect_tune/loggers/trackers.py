@@ -42,7 +42,7 @@ _STEP_METRIC = "trained_seconds"  # every step has this metric, so its history h
 _MAX_BATCH_METRICS = 1000  # the most metrics that a server accepts in one request
 _MAX_VALUE_LENGTH = 6000
 _MAX_NAME_LENGTH = 250
-_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a batch if a name in it has one of these
+_INVALID_CHARACTERS = re.compile(r"[^\w\-. :/]")  # MLflow refuses a batch if a name in it has such a character
 
 
 class MLflowLogger(Callback):
@@ -217,7 +217,7 @@ class TensorBoardLogger(FolderLogger):
     """Writes an event file to each trial's folder, for `tensorboard --logdir <directory>/<experiment>`.
 
     Numbers become scalars by step. Nested numbers get names like `eval/loss`; other values are left out. When a trial
-    ends, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
+    finishes, its configuration and last metrics appear under HPARAMS. When steps are trained again, a new event file
     replaces their values in earlier files. See `FileLogger`.
 
     Args:

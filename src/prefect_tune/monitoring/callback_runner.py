@@ -57,7 +57,7 @@ _LOGGED_ERROR_COUNTS = frozenset(10**exponent for exponent in range(1, 12))
 
 
 def resolve_callbacks(specs: Sequence[Any] | None) -> Sequence[Callback]:
-    """Return callbacks from objects, classes, functions or `"package.module:Name"`; raise `InvalidInput` for others."""
+    """Return a callback for each object, class, function or `"package.module:Name"`; raise InvalidInput otherwise."""
     callbacks = []
     for spec in specs or ():
         loaded = load_object(spec, "callback") if isinstance(spec, str) and ":" in spec else spec
@@ -91,7 +91,7 @@ class CallbackState(Document):
 @dataclass(frozen=True, slots=True)
 class _QueueItem:
     experiment: Experiment
-    """The state of the experiment after this item."""
+    """The state of the experiment after `event` or, without an event, after the last journaled entry."""
     event: Event | None = None
     """The event to deliver; None if the item only marks that the journal has all earlier events."""
     is_gap: bool = False
@@ -143,7 +143,7 @@ class CallbackThread(SearchObserver):
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
 
     def _queue_item(self, item: _QueueItem) -> None:
-        """Queue an item without waiting; if the queue is full, first drop all items in it, and mark the gap."""
+        """Queue an item without waiting; if the queue is full, first replace all items in it with one for the gap."""
         if self._items.full():
             with suppress(queue.Empty):
                 while True:
@@ -167,7 +167,7 @@ class CallbackThread(SearchObserver):
             if has_ended or time.monotonic() - stored_at >= _STORE_INTERVAL.total_seconds():
                 stored_at = time.monotonic()
                 if self._has_unsaved_state:
-                    self._call_hook(self._store_state)  # after an error, the next interval tries again
+                    self._call_hook(self._store_state)  # after an error, try again after the next interval
 
     def _set_up_callback(self) -> bool:
         """Set up the callback, and restore its state from an earlier run; return False if the callback fails."""
@@ -193,7 +193,7 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # a thread that is behind reads the event from the journal later
+            if not self._is_behind:  # if it is behind, it reads the event from the journal later
                 self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)

@@ -1,7 +1,7 @@
 """Emit an experiment's Prefect events, with checkpoints and best models as assets. A Prefect thread sends the events.
 
 Delivery is best effort, because the journal is the source of truth. Events are lost if the Prefect API is unavailable
-for a long time or a process is killed. The owner of the experiment emits each event once, and emits no events for
+for a long time, or if this process is killed. The owner of the experiment emits each event once, and emits none for
 entries of earlier runs. `prefect_tune.core.prefect_events` defines the events.
 """
 
@@ -67,7 +67,7 @@ _CHECK_INTERVAL = timedelta(seconds=1)
 _FIRST_REPORT_TIMEOUT = timedelta(minutes=30)
 _MIN_STALL_TIMEOUT = timedelta(minutes=5)
 _STALL_FACTOR = 5
-"""An attempt counts as stalled after this multiple of its longest report interval, not before `_MIN_STALL_TIMEOUT`."""
+"""An attempt stalls if it is silent for this many of its longest report intervals, at least `_MIN_STALL_TIMEOUT`."""
 NEVER_DROPPED_EVENTS = AttemptEnded | TrialErrored | CheckpointQuarantined
 """Trial events that are emitted even when the rate limit is reached."""
 _MAX_SOURCES = 20
@@ -230,7 +230,7 @@ class EventEmitter(SearchObserver):
         self._asset_events = AssetEventBuilder(address, self.experiment.key)
         self._allowance = TokenBucket(_MAX_BURST_COUNT, _EVENTS_PER_SECOND)
         self._dropped_count = 0
-        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # trial -> attempt and report at its last stall
+        self._stalls: dict[str, tuple[int, StepReport | None]] = {}  # by trial: attempt and report of its last stall
 
     def emit_start(self, before: Experiment | None = None) -> None:
         """Emit the start of a run, and the ends of attempts that an earlier owner left running.
@@ -264,7 +264,7 @@ class EventEmitter(SearchObserver):
         self._emit_events(self._take_best_model_events(now))
 
     def emit_end(self, outcome: RunOutcome, message: str = "") -> None:
-        """Emit the best model if it is still pending, and the outcome of the run."""
+        """Emit the best model if its event is still pending, and the outcome of the run."""
         self._emit_events(self._take_best_model_events(None))
         trials, best = count_by_status(self.experiment), self._best.trial
         ended = ExperimentEnded(end=outcome, message=message, trials=trials, best=best, dropped=self._dropped_count)
@@ -287,7 +287,7 @@ class EventEmitter(SearchObserver):
             better = self._best.on_commit(trial) if is_commit else self._best.on_trial_ended(trial)
             self._pending_best = (better, after) if better else self._pending_best
         is_limited = isinstance(event, TrialEvent) and not isinstance(event, NEVER_DROPPED_EVENTS)
-        has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # then an asset event follows
+        has_asset = isinstance(event, CheckpointCommitted | CheckpointCloned)  # if so, an asset event follows
         if event.type in NOT_EMITTED:
             pass
         elif is_limited and not self._allowance.try_take_tokens(1 + has_asset, (now - self._began).total_seconds()):

@@ -45,7 +45,7 @@ from prefect_tune.terminal.progress_view import SearchExtent, compute_search_com
 _FIRST_DELAY = timedelta(seconds=2)
 _MAX_PAUSE = timedelta(minutes=10)
 _PAUSE_FACTOR = 50
-"""The pause after a round is at least this multiple of its duration, so rounds take at most 2 % of the time."""
+"""The pause after a successful round is this multiple of its duration, at least `period`, at most `_MAX_PAUSE`."""
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 
 
@@ -79,7 +79,7 @@ class EarlierArtifacts:
 
 
 class ArtifactPublisher:
-    """Publishes the result of `render` after 2 s, then at most once per `period`, and once at the end.
+    """Publishes the result of `render` in rounds: after 2 s, then at most once per `period`, and once at the end.
 
     Each flow run creates an artifact once and updates it in place, because `create_markdown_artifact` would add a
     version each time. An artifact that `render` no longer returns is deleted.
@@ -124,7 +124,7 @@ class ArtifactPublisher:
         self._thread.join(timeout.total_seconds())
 
     def stop_publishing(self) -> None:
-        """Stop, because another process publishes these artifacts now."""
+        """Stop without a final round, because another process publishes these artifacts now."""
         self._is_superseded = True
         self.begin_final_round()
 
@@ -166,7 +166,7 @@ class ArtifactPublisher:
         return False
 
     def _reconcile_earlier_artifacts(self, client: SyncPrefectClient) -> None:
-        """Delete leftover artifacts, and find this run's artifacts, to update them; a first run has neither."""
+        """In the first round, delete leftover artifacts, and find the artifacts of this run that are to be updated."""
         if self._earlier is None:
             return
         leftovers = ArtifactFilter(key=ArtifactFilterKey(like_=f"{self._earlier.key_prefix}%"))
@@ -206,7 +206,7 @@ def _delete_artifact(client: SyncPrefectClient, artifact: UUID) -> None:
 
 
 def make_artifact_key(*names: str) -> str:
-    """Return the artifact key of `names`; if `slugify` changes the names, a digest at the end keeps keys unique."""
+    """Return the artifact key of `names`; if `slugify` changes the names, the key ends with a digest to stay unique."""
     name, slug = "-".join(names), slugify(*names)
     return slug if slug == name else f"{slug}-{hash_bytes(name.encode())[:6]}"
 
@@ -216,7 +216,7 @@ def slugify(*names: str) -> str:
     return re.sub(r"[^a-z0-9-]+", "-", "-".join(names).lower()).strip("-")
 
 
-# The report and the progress of an experiment, as artifacts.
+# Publish the report and the progress of an experiment as Prefect artifacts.
 
 MIN_REFRESH_INTERVAL = timedelta(seconds=15)
 """The minimum pause between two updates of the report."""
@@ -224,9 +224,9 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""If earlier runs have more entries than this, the report omits the runs, since reading takes a minute of CPU time."""
+"""If earlier runs wrote more entries than this, the report omits these runs: reading so many takes a CPU minute."""
 _MAX_TRIAL_ARTIFACTS = 10
-"""The most trials with a progress artifact at a time, because each artifact costs the server about 15 ms per update."""
+"""The maximum number of trials that have a progress artifact at a time, since each update costs the server 15 ms."""
 
 
 class ReportObserver(SearchObserver):
@@ -276,7 +276,7 @@ class ReportObserver(SearchObserver):
         snapshot = self._recorder.read_search_snapshot(drawn)
         experiment, now, age = snapshot.experiment, datetime.now(UTC), ""
         if any(trial.phase is Phase.RUNNING for trial in experiment.trials.values()):
-            # The time includes the date, because the last report of a killed run remains.
+            # Show the date too, because the last report of a killed run may be read days later.
             period = format_duration(MIN_REFRESH_INTERVAL)
             age = f"{now:%Y-%m-%d %H:%M:%S} UTC; refreshed at most every {period} until the run ends"
         uri, count = self._target.uri, self._extent.trial_count
@@ -313,7 +313,7 @@ class ReportObserver(SearchObserver):
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
-        """Yield the progress of up to 10 running trials; yield nothing if the number of steps is unknown."""
+        """Yield the progress of up to 10 running trials; nothing for a single trial or an unknown number of steps."""
         if self._extent.max_steps is None or self._extent.trial_count == 1:
             return
         experiment = snapshot.experiment
@@ -349,7 +349,7 @@ def publishing_report(observer: ReportObserver, stop: threading.Event) -> Iterat
 
 
 def _make_progress_artifact_key(experiment: Experiment, trial: str, uri: str) -> str:
-    """Return an artifact key for a trial. Experiments of the same name on other targets have other keys."""
+    """Return the key of a trial's progress artifact, with a digest of the target, the experiment and the trial."""
     names = (experiment.name, trial)
     return f"{slugify('progress', *names)}-{hash_bytes(json.dumps([uri, *names]).encode())[:6]}"
 

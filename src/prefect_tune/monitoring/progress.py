@@ -1,6 +1,6 @@
 """Show the progress of a running search: a live table in a terminal or a notebook, and log lines.
 
-The log has a line for each trial that begins, pauses, resumes or ends, with the trial's result and the best result.
+The log has a line when a trial begins, pauses, resumes or ends; at a pause or an end, with its result and the best one.
 Without a live table, the log also has a line about the whole search once a minute.
 """
 
@@ -149,8 +149,8 @@ class SearchLog(SearchObserver):
         self._uri = uri
         self._log = log
         self._recomputed_steps = {trial.id: trial.recomputed_steps for trial in experiment.trials.values()}
-        self._lost_trials: set[str] = set()  # trials with an attempt whose loss is logged but not yet journaled
-        self._unfinished_trials = {  # trials that an earlier run began, and neither ended nor paused
+        self._lost_trials: set[str] = set()  # trials whose attempt is lost, which is logged but not yet journaled
+        self._unfinished_trials = {  # trials that an earlier run began, but did not end or pause
             trial.id
             for trial in experiment.trials.values()
             if trial.proposed_by_search and trial.attempt > 0 and trial.status in {Status.RUNNING, Status.INTERRUPTED}
@@ -214,7 +214,7 @@ class SearchLog(SearchObserver):
         return f"resumes from step {event.from_step} ({again})"
 
     def _describe_end(self, end: str, reason: AnyReason, trial: Trial, experiment: JournalKey) -> str:
-        """Describe the end of a trial: its last metrics and whether they are the best, the reason, the checkpoint."""
+        """Describe a trial's end: its last metrics, whether they are the best, the reason, and the checkpoint."""
         saved = self._describe_checkpoint(end, trial, experiment)
         if not trial.step:
             return f"{end} before its first step: {first_line(reason)}{saved}"
@@ -222,7 +222,7 @@ class SearchLog(SearchObserver):
         if has_losses:
             reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-        reason_has_result = (  # the reason names a value, for example one that reached a limit
+        reason_has_result = (  # the reason already has a metric's value, for example one that reached a limit
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)
@@ -237,7 +237,7 @@ class SearchLog(SearchObserver):
         return f"{end} at step {trial.step}{metrics}{compared}: {first_line(reason)}{saved}"
 
     def _describe_checkpoint(self, end: str, trial: Trial, experiment: JournalKey) -> str:
-        """Describe the newest checkpoint; omit the checkpoint of the last step if the trial is paused or pruned."""
+        """Describe the newest checkpoint; if the trial is paused or pruned, omit a checkpoint of the last step."""
         key = newest_checkpoint_key(experiment.trial_key(trial.id), trial)
         if key is None:
             return "; no checkpoint"

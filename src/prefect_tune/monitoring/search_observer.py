@@ -26,7 +26,7 @@ from prefect_tune.core.search_view import AttemptPeriod, SearchSnapshot, SearchV
 class SearchObserver:
     """Base class of the observers of a search. The methods do nothing here; a subclass overrides the ones it needs.
 
-    The driver's thread calls the methods, in the order of the events. The search waits meanwhile, so return at once.
+    The driver's thread calls the methods, in the order of the events. The search waits for them, so they must be fast.
     """
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
@@ -141,14 +141,14 @@ class CurveCollector(SearchObserver):
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        curves, self.curves = self.curves, None  # stays None after an error: `publish_results` then reads the journal
+        curves, self.curves = self.curves, None  # an error leaves None, so that `publish_results` reads the journal
         if curves is not None:
             curves.add_event(event)
             if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory
                 self.curves = curves
 
 
-# The live status: the running attempts, written to the target every few seconds.
+# Write the live status, which lists the running attempts, to the target every few seconds.
 
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 _FIRST_DELAY = timedelta(seconds=1)

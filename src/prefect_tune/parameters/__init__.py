@@ -1,1 +1,1 @@
-"""Parameters of the flows: parsing, validation, JSON, form schemas, compatibility on resume."""
+"""Parse and check the flows' parameters, convert them to JSON, describe them in forms, and compare them on a resume."""

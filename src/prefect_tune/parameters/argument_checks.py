@@ -35,7 +35,7 @@ from prefect_tune.runtime.trainable import require_trainable
 
 
 def validate_experiment_name(name: str | None) -> str:
-    """Return `name`; if it is None, the flow run's id, which `with_experiment_name` later replaces in a flow or task.
+    """Return `name`; if it is None, the flow run's id, which `with_experiment_name` replaces if the run has a caller.
 
     Raises:
         InvalidInput: the name would be invalid as a folder's name on some targets.
@@ -78,7 +78,7 @@ def validate_trainable(trainable: object) -> object:
     """Return `trainable` after the checks that are possible without importing the user's module.
 
     Raises:
-        InvalidInput: it is neither a function, nor a `Trainable` with `step`, nor an existing `package.module:Name`.
+        InvalidInput: it is no function, no `Trainable` with `step`, and no `package.module:Name` of an existing module.
     """
     if not isinstance(trainable, str):
         return require_trainable(trainable, trainable)
@@ -252,7 +252,7 @@ def component_to_json(component: object) -> dict[str, Any] | None:
 
 
 def _build_from_json(value: object, where: str) -> object:
-    """Return the object that `value` describes: the name of a class, or `{name: options}`."""
+    """Build the object that `value` describes; `value` is the name of a class, or `{name: options}`."""
     built_in, options_by_name = BUILT_IN_MODULES[where], {value: {}} if isinstance(value, str) else value
     if not (isinstance(options_by_name, Mapping) and len(options_by_name) == 1):
         example = f"{{{next(iter(built_in))!r}: {{...}}}}"

@@ -1,8 +1,8 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
 A parameter gets a handwritten schema if the schema of its type is unclear or asks for secrets. Calls from a script can
-pass objects. A form can only select or name a saved block, because Prefect's API rejects deployment parameters that do
-not match the schema, such as the fields of a block, which may be credentials.
+pass objects. A form can only select or name a saved block: its schema omits the fields of the block, which may be
+credentials, and Prefect's API rejects parameters of a deployment that are not in the schema.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _TARGET_TITLE = "Absolute path or URI, or type/name of a saved block"
 _MODE_SCHEMA = _choice_schema("One mode for all metrics", "min", "max")
 _OPTIONAL_DICT = _WithType(dict[str, Any] | None)
 _ANY_TYPE = _WithType(Any)
-"""For parameters that `SearchPlan` validates, with better messages than pydantic's."""
+"""Makes pydantic accept any value, since `SearchPlan` validates the parameter with better messages."""
 _Json: TypeAlias = Mapping[str, Mapping[str, Any]]
 _Function: TypeAlias = Callable[[Mapping[str, Any]], object]
 

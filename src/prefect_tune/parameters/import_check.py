@@ -138,7 +138,7 @@ _MODULE = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CODE_NAME = re.compile(rf"({_MODULE}):({_MODULE})", re.ASCII)
 _DEFINITION_TYPES = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _VALUE_EXPRESSIONS = ast.Call | ast.Lambda | ast.BinOp
-"""Expressions that create their value; a name or an attribute, in contrast, may be another module's object."""
+"""Expressions that create a new object; a name or an attribute, in contrast, may refer to another module's object."""
 _MAX_IMPORTS = 20
 
 DefinitionCheck: TypeAlias = Callable[[ast.stmt, ast.Module], bool]
@@ -255,7 +255,7 @@ def _walk_body(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _has_other_binding(statement: ast.stmt, name: str) -> bool:
-    """Return whether a statement binds the name by a loop, `with`, pattern, assignment expression or `global`."""
+    """Return whether a statement binds the name otherwise: by a loop, `with`, a pattern, `:=`, `global` or the like."""
     if isinstance(statement, _DEFINITION_TYPES):
         return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(statement))
     nodes: list[ast.AST | None] = list(ast.iter_child_nodes(statement))

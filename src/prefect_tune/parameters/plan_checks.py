@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from prefect.task_runners import TaskRunner
 
 
-# What a resume may not change: checks against the journal.
+# Check against the journal that a resume changes nothing that has to stay the same.
 
 RETRY_KEEPS_CONFIGURATION = (
     "a retried trial keeps its configuration: for configurations from a corrected space, raise num_samples, or choose "
@@ -91,7 +91,7 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
 
 
 def _may_have_used_metric(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the metric; False if no report has a metric of this name."""
+    """Return whether a decision or proposal may have used the objective; False if a metric of it was never reported."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -194,7 +194,7 @@ def require_presence(
 
 NEW_CODE_TRAINS = "steps from now on are trained by the new code; earlier reports came from the old code"
 NEW_CODE_UNUSED = "this run did not use the new code: to train with it, raise num_samples, or choose another name"
-"""The effect of changed code: for a run that starts a trial, and for a run that started no trial."""
+"""How changed code affects a run: the first text if the run starts a trial, the second if it started none."""
 
 
 def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
@@ -211,7 +211,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def with_journal_digest(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings with the digest of the code that trained last; a new one is journaled at an attempt's start."""
+    """Return settings with the digest of the code that trained last; an attempt's start journals a new digest."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
@@ -223,7 +223,7 @@ def warn_of_code_change(state: Experiment, plan: SearchPlan, effect: str, log: L
 
 
 def format_code_note(state: Experiment, plan: SearchPlan) -> str:
-    """Return a line for a form: whether the trainable has changed since the experiment last trained."""
+    """Return a line that says, in a form, whether the trainable has changed since the experiment last trained."""
     if not (code := plan.source_digest):
         return "code: source unavailable, so it may have changed"
     return f"⚠️ {changed}" if (changed := _describe_code_change(state, plan)) else f"code: unchanged ({code})"
@@ -278,16 +278,16 @@ def with_added_samples(
     if added is None:
         return with_default_samples(plan, state), {}
     run_key, count_before = call_path(), _count_earlier_samples(plan, state)
-    form_count = plan.num_samples or 0  # the total from a resume form
+    form_count = plan.num_samples or 0  # a resume form passes the new total
     if run_key in state.extensions:
         return plan.with_changes(num_samples=max(count_before, form_count)), {}
     return plan.with_changes(num_samples=max(count_before + added, form_count)), {run_key: added}
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan`, with the default number of samples set if it applies and is not ten, so that it is journaled.
+    """Return `plan`; set the default number of samples, so that it is journaled, if it applies and is not ten.
 
-    A journal without a number of samples means ten, for any space. An experiment that was begun with ten keeps ten.
+    A journal without a number of samples stands for ten samples, for any space. An experiment begun with ten keeps ten.
     """
     if plan.num_samples is not None or plan.samples_per_run is not None or not _uses_default_count(plan.search):
         return plan
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials are not retried; not if the search has no other trials, since the run then fails."""
+    """Log how many errored trials are not retried; log nothing if there are no other trials: the run then fails."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -506,7 +506,7 @@ class SearchLimits:
     """Returns whether a finished trial meets the present stop criterion; if False, the trial is requeued."""
 
 
-# The specification of a plan's trials.
+# Make the specification of a plan's trials.
 
 
 def make_trial_spec(plan: SearchPlan, stopper: Stopper) -> TrialSpec:

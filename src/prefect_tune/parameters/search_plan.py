@@ -151,7 +151,7 @@ class ValidatedParameters(Value):
         except ValidationError as error:
             invalid = argument_error(error)
         if invalid is not None:
-            raise invalid  # inside `except`, the traceback would also show pydantic's error, which prints secrets
+            raise invalid  # not raised in `except`, where the traceback would show pydantic's error with its secrets
 
 
 # The `resume=` option: whether the experiment must, may or must not exist, and whether errored trials are retried.
@@ -648,5 +648,5 @@ def plan_from_settings(
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # the stored total is of another search, or this run raises it
+        stored_values.pop("num_samples", None)  # the stored total belongs to another search, or this run raises it
     return SearchPlan(**{**stored_values, **run, **changed})

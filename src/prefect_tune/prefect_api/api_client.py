@@ -22,7 +22,7 @@ _BUSY_STATUSES, _REFUSED_STATUSES = (408, 429), (401, 403)
 
 
 def is_temporary_error(error: BaseException | None) -> bool:
-    """Return whether the failed request may succeed later, because the API is unreachable, restarting or too busy."""
+    """Return whether a request that raised `error` may succeed later: the API is down, restarting or too busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code in _BUSY_STATUSES or error.response.is_server_error
     return isinstance(error, httpx.TransportError)
@@ -33,7 +33,7 @@ def is_no_server_error(error: RuntimeError) -> bool:
     return "API" in str(error)
 
 
-# The error for a Prefect release that lacks an undocumented detail on which this package relies.
+# Make the error for a Prefect release that lacks an undocumented detail on which this package relies.
 
 MIN_TESTED_VERSION = "3.8.0"
 """The oldest release of Prefect that `make test-prefect` tests; also the lower bound in pyproject.toml."""

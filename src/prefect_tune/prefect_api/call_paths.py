@@ -21,7 +21,7 @@ from prefect.utilities.hashing import hash_objects
 from prefect_tune.core.errors import InvalidInput
 from prefect_tune.runtime.load_named import compute_stable_digest
 
-# The context of one of our flow runs, separate from the context of its caller.
+# Run each of our flow runs in its own context, separate from the context of its caller.
 #
 # To ask upstream: a flow run should leave the context of the task that called it; a task should be able to reject tags.
 
@@ -58,7 +58,7 @@ def get_caller_tags() -> frozenset[str]:
     return _caller_tags.get()
 
 
-# The key of a call.
+# Make the key of a call.
 
 _runs_by_caller: defaultdict[str, list[UUID]] = defaultdict(list)
 """By caller: the runs that the caller has called in this process, in order."""
@@ -77,7 +77,7 @@ class CallPath(NamedTuple):
     prefix: str
     """The prefix of the key, which identifies the caller and the called flow; empty for a run without a caller."""
     caller: tuple[str, UUID | None, int]
-    """The execution of the calling flow, the id of the calling task run, and its run count."""
+    """The id and run count of the calling flow run, as text; the id of the calling task run; and its run count."""
 
 
 def current_call_path(purpose: object = "") -> CallPath:
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call from a task. Equal tasks of `execution`, and equal calls of a task, are numbered."""
+    """Return the path of a call from a task; the path numbers equal tasks of `execution`, and equal calls of a task."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _assign_call_number(task.id, f"{execution}/{prefix}-{action}")
@@ -177,10 +177,10 @@ def _assign_call_number(run: UUID, caller: str) -> int:
 
 
 def claim_call_key(key: str) -> None:
-    """Claim the key of this run; reject it if only the order of calls, which a retry may change, makes it unique.
+    """Claim this run's key; reject it if it differs from the key of a running call only by the order of calls.
 
     Raises:
-        InvalidInput: the key is rejected. The running call with the similar key continues.
+        InvalidInput: the key is rejected, since a retry may change the order of calls. The running call continues.
     """
     with _guard:
         others = [(other, run) for other, run in _runs_by_key.items() if _differ_by_order(key, other)]
@@ -202,7 +202,7 @@ def claim_call_key(key: str) -> None:
 
 
 def _differ_by_order(key: str, other: str) -> bool:
-    """Return whether the first difference of two keys is a call's number, after the same caller and the same flow."""
+    """Return whether two keys first differ in the number of a call, made by the same caller and of the same flow."""
     levels = zip(key.split("/"), other.split("/"), strict=False)
     first, second = next(((first, second) for first, second in levels if first != second), ("", ":"))
     return first.partition(":")[0] == second.partition(":")[0]

@@ -68,7 +68,7 @@ def sort_states(states: Sequence[State[Any]]) -> Sequence[State[Any]]:
 
 
 def was_restarted_by_user(states: Sequence[State[Any]]) -> bool:
-    """Return whether a user resumed or retried the run at its last start.
+    """Return whether the run's last start was a *Resume* or a *Retry* by a user.
 
     Only a user can restart a run that has not crashed, because automations of this package restart only crashed runs.
     For a crashed run, only the state's message shows who restarted it. If Prefect changes this message, a user's retry
@@ -234,7 +234,7 @@ def raise_cancellation() -> NoReturn:
 
 
 def clear_cancellation() -> bool:
-    """Return whether the current `TerminationSignal` is a *Cancel*, and clear it for the rest of the process."""
+    """Return whether the current `TerminationSignal` is a *Cancel*; if so, clear Prefect's record of it."""
     is_cancelled = control_listener.get_intent() == "cancel"
     if is_cancelled:
         control_listener.clear_intent()

@@ -111,9 +111,9 @@ class FlowWithServer(Flow[_P, _R]):
         except ObjectNotFound as error:
             raise _deleted_run_error(self.name, error) from None
         except TuneError as error:
-            raise error.with_traceback(None) from None  # the lines of Prefect's engine are irrelevant
+            raise error.with_traceback(None) from None  # omits the traceback's lines of Prefect's engine
         except KeyboardInterrupt as interrupt:
-            # Not a subclass, because Python ends a script by SIGINT only for `KeyboardInterrupt` itself.
+            # Raise no subclass, because Python ends a script by SIGINT only after `KeyboardInterrupt` itself.
             again = KeyboardInterrupt(*(interrupt.args or (advice,)))
             vars(again).update(marks)
             raise again from None
@@ -278,14 +278,14 @@ def _start_own_server(resources: ExitStack) -> None:
     atexit.register(server.terminate)
     is_healthy = False
     try:
-        _set_api_url(server.url)  # like the imports, done while the server starts; requests wait until it is ready
+        _set_api_url(server.url)  # requests wait until the server is ready; it starts during the imports below
         resources.enter_context(_disabling_heartbeats())
         for name in _MODULES_TO_PRELOAD:
             with suppress(ImportError):  # raised again by the code that needs the module
                 import_module(name)
         is_healthy = server.wait_until_healthy()
     finally:
-        if not is_healthy:  # then Prefect starts its own server, and reports any error
+        if not is_healthy:  # without our server, Prefect starts its own, and reports any error
             resources.close()
             _set_api_url(None)
             server.terminate()
@@ -342,7 +342,7 @@ def _set_api_url(url: str | None) -> None:
 
 
 def _disabling_heartbeats() -> AbstractContextManager[object]:
-    """Switch heartbeats off, since no automation needs them, and they delay the end of each flow by up to 1 s."""
+    """Switch heartbeats off: no automation of our server needs them, and they delay each flow's end by up to 1 s."""
     return temporary_settings(set_defaults={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
 
 
@@ -379,7 +379,7 @@ _MODULES_TO_PRELOAD = (
     *("fastapi.encoders", "prefect.flow_engine", "prefect.task_engine"),
     *("prefect_tune.tuner.run_search", "pyarrow.parquet", "pandas"),
 )
-"""Modules that the flow needs later; importing them now starts a script's first trial some seconds earlier."""
+"""Modules that the flow needs later; as they are imported while the server starts, the first trial begins earlier."""
 
 
 # Check the arguments of a call before a flow run begins: names and types here, their meaning in `SearchPlan`.
@@ -402,7 +402,7 @@ _OTHER_LIBRARY_NAMES: Mapping[str, str] = {
     "time_budget_seconds": "time_budget_s timeout",
     "trainable": "objective func",
 }
-"""Parameters of the flows, and their names in Ray Tune and Optuna."""
+"""For each of these parameters of our flows: its names in Ray Tune and Optuna, separated by spaces."""
 
 
 def validate_arguments(flow: Flow[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -446,7 +446,7 @@ def require_storable_arguments(flow: Flow[..., Any], arguments: Mapping[str, Any
             raise InvalidInput(
                 f"{name}: expected Unicode text, found {text!a}; read the file in the trainable"
             ) from None
-        except AssertionError as error:  # before Prefect 3.9; this error has no message
+        except AssertionError as error:  # raised by Prefect before 3.9, without a message
             raise InvalidInput(
                 f"{name}: Prefect cannot store a dataclass type; pass an instance of it, or 'package.module:Name'"
             ) from error

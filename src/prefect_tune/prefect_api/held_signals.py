@@ -32,7 +32,7 @@ from prefect.exceptions import TerminationSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
-"""The interval at which the stored number is read and the handler reinstalled; only its last signal counts."""
+"""How often the stored number is read and the handler set again; of several signals in between, the last counts."""
 _STATE_TIMEOUT_SECONDS = 1.0
 """The delay before SIGTERM ends the process, so that the runs that called a search can set their states."""
 
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call, such as a search, that ends on a signal. In the main thread, signals held for others end it, too."""
+    """A call, such as a search, that ends on a signal. A call in the main thread ends on the signals held back, too."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -163,7 +163,7 @@ class _SignalHolder:
         if number not in self._received:
             self._received.append(number)
         if all(call.is_signalled and not call.has_trials for call in self._calls.values()):
-            self._release_signals()  # no trial is left to save, so the exit need not wait
+            self._release_signals()  # no running trial has to save, so the process may end at once
             return
         for thread, call in self._calls.items():
             self._is_main_signalled |= thread == threading.main_thread().ident
@@ -221,7 +221,7 @@ os.register_at_fork(
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold signals back from the main thread during a call in another thread; `raise_held_signal` raises them there.
+    """Hold signals back from the main thread during a call in another thread, in which `raise_held_signal` raises them.
 
     After a signal, the `with` block ends when all calls outside the main thread have ended; then the signal is resent.
     """

@@ -77,7 +77,7 @@ def start_prefect_server(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=None if log is None else subprocess.STDOUT,
-            env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # else the UI would call the API at port 4200
+            env={**environment, "PREFECT_SERVER_UI_API_URL": url},  # by default, the UI would call the API at port 4200
             pass_fds=(listening.fileno(),),
             start_new_session=True,  # Ctrl-C must not end the server, which its parent needs until the end
         )
@@ -101,7 +101,7 @@ def _run_server(descriptor: int, services: str) -> None:
 
 
 def reports_cancelled_batch(record: logging.LogRecord) -> bool:
-    """Return whether the log record reports a cancelled batch; at shutdown, the server still writes that batch."""
+    """Return whether a record reports a cancelled batch, although the server still writes that batch at shutdown."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 

@@ -92,7 +92,7 @@ def _read_live_task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Task
     return runs
 
 
-# The type of the public tasks. To pyright, Prefect's own type of `submit` is partly unknown, and lacks `wait_for`.
+# Declare the public tasks' type. To pyright, Prefect's own type of `submit` is partly unknown, and lacks `wait_for`.
 #
 # To ask upstream: a valid signature instead of `submit(*args: P.args, wait_for=..., **kwargs: P.kwargs)`, with which
 # pyright does not know the arguments, and mypy requires `return_state`.
@@ -181,7 +181,7 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
     return True
 
 
-# Run a task without the state Pending, since a called task that waits for nothing is Pending for under a millisecond.
+# Skip the state Pending of a called task that waits for nothing: the task would leave it within a millisecond.
 #
 # Pending costs as much as Running or the final state: for each state of a task run, Prefect's client sends an event,
 # and the server stores the state in a separate transaction.
@@ -224,7 +224,7 @@ def _run_task(
     return task_engine.run_task(task, task_run=task_run, parameters=parameters, return_type=return_type)
 
 
-# The maximum number of concurrent tasks of a thread pool task runner.
+# Read the maximum number of concurrent tasks of a thread pool task runner.
 #
 # To ask upstream: a public `max_workers` of `ThreadPoolTaskRunner`.
 
@@ -272,7 +272,7 @@ def _holding_slots(
     is_logged = False
     with ExitStack() as held_slots:
         while names and not stop.is_set():
-            # Prefect sends these requests one after another, so time out soon, to let other requests have their turn.
+            # Prefect sends these requests one after another, so this one must time out soon, to let the next be sent.
             slots = request_slots(max_retries=0, timeout_seconds=_ACQUIRE_TIMEOUT.total_seconds())
             try:
                 slots.__enter__()
@@ -305,6 +305,6 @@ def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManag
     return _holding_slots(names, stop or threading.Event(), partial(concurrency, names, **options))
 
 
-# By this name, Prefect's engine calls the context that waits for slots of a task's tags. There is no public hook.
+# Replace the context in which Prefect's engine waits for the slots of a task's tags; there is no public hook for it.
 if "_concurrency" in vars(task_engine):
     vars(task_engine)["_concurrency"] = _holding_tag_slots

@@ -1,1 +1,1 @@
-"""Reports of an experiment: facts, charts, Markdown and HTML. The functions are pure: no Prefect, target or clock."""
+"""Reports of an experiment: facts, charts, Markdown and HTML. The functions use no Prefect, no target and no clock."""

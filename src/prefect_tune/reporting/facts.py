@@ -59,7 +59,7 @@ class Totals:
     trained_seconds: float | None
     """The training time of all trials; None if the time of any trial was not measured."""
     useful_seconds: float | None
-    """The seconds of *training* in `slots`, which exclude lost time; `trained_seconds` if no attempt held a slot."""
+    """The seconds of *training* in `slots`, without lost time; equal to `trained_seconds` if no attempt held a slot."""
     lost_seconds: float
     """The seconds of *lost* in `slots`: the training time of lost attempts after their last commits."""
     attempts: int
@@ -102,7 +102,7 @@ class ReportInput:
     expected_trial_count: int | None = None
     """The number of trials that the present run expects; None if unknown."""
     age: str = ""
-    """The time or age of the data, in words; empty if no trial is running."""
+    """A text that says when the data was read or how old it is; empty if no trial is running."""
     differing_parameters: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """For each parameter that differs between trials, its value in each trial; None in a trial that lacks it."""
     domains: Mapping[str, object] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def make_report_input(
 
 
 def sample_trials(trials: Sequence[Trial], max_count: int) -> Sequence[Trial]:
-    """Return at most `max_count` trials: half are the first, and so the best; the others are spread over the rest."""
+    """Return at most `max_count` of the sorted `trials`: half of them the best, and half spread over all others."""
     if len(trials) <= max_count:
         return trials
     best, others = trials[: max_count // 2], trials[max_count // 2 :]

@@ -136,7 +136,7 @@ def _format_headline(report: ReportInput) -> str:
             parts.append(first_line(trial.reason))
         return " · ".join(parts)
     expected = max(report.expected_trial_count or 0, len(report.trials))  # an earlier run may have proposed more trials
-    # The journal does not say how many trials will follow, so without an expected number, count the proposed trials.
+    # Without an expected number, count the proposed trials: the journal does not say how many will follow.
     kind = "trials" if report.expected_trial_count else "proposed trials"
     parts.append(f"{sum(trial.phase in ENDED_PHASES for trial in report.trials):,} of {expected:,} {kind} done")
     counts = count_by_status(report.experiment).items()
@@ -258,7 +258,7 @@ def _measure_column(column: Column) -> int:
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
-    """Yield a table; a column with the same value in all of several rows becomes a note above it, except the first."""
+    """Yield a table; columns (not the first) that have the same value in all of several rows become a note above it."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:

@@ -28,7 +28,7 @@ BLUE, ORANGE, GREEN, RED = "#3f87e0", "#cf6e0e", "#2f9e58", "#df4b4b"
 VIOLET, TEAL, GREY = "#9a6ee8", "#14949c", "#78808a"
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, "#c2529b", TEAL, "#a98413", "#6b7fd7")
 FAINT, PALE = 0.5, 0.6
-"""Opacities of the grid and of marks in the background; below 0.5, lines would vanish on a dark or a light page."""
+"""The opacities of the grid and of less important marks; below 0.5, lines would be invisible on dark or light pages."""
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 _MAX_CHARACTERS = 80
 _NO_XML = re.compile("[\ufffe\uffff]")  # the only characters that XML forbids but `make_visible_line` keeps
@@ -156,7 +156,7 @@ ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 _MIN_LOG_RATIO = 50.0
 """By default, a scale may be logarithmic only if its largest number is at least this multiple of the smallest."""
 _OUTLIER_FACTOR = 8.0
-"""A number is drawn at the edge if its distance to the middle 90 % of numbers exceeds this multiple of their range."""
+"""A number is an outlier if its distance to the middle 90 % of the numbers exceeds this multiple of their range."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -218,7 +218,7 @@ def fit_scale(
     """
     ordered = sorted(values) or [0.0, 1.0]
     low, high = ordered[0], ordered[-1]
-    if len(ordered) >= 20 and low <= 0:  # exclude outliers, since the scale cannot be logarithmic
+    if len(ordered) >= 20 and low <= 0:  # draw outliers at the edge, since no logarithmic scale fits
         first, last = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
         margin = (last - first) * _OUTLIER_FACTOR or high - low
         low, high = max(low, first - margin), min(high, last + margin)
@@ -430,7 +430,7 @@ def _format_category(value: object) -> str:
     return str(next(iter(select_numeric_metrics({"": value}).values()), value))
 
 
-# The timeline: the owners of the experiment, and all attempts below them.
+# Draw the timeline: the owners of the experiment, and all attempts below them.
 
 _LEFT, _RIGHT = 92.0, WIDTH - 16.0
 _TOP = 44.0
@@ -449,7 +449,7 @@ STATUS_FILLS: Mapping[Status, Fill] = {
     Status.RUNNING: Fill(BLUE),
     Status.PAUSED: Fill(VIOLET, "outline"),
 }
-"""The fill of an attempt's bar, by the attempt's final status."""
+"""The fill of an attempt's bar, by the attempt's status."""
 _AttemptBar: TypeAlias = tuple[AttemptPeriod, float, float]
 """An attempt, with the positions of the left and right ends of its bar."""
 
@@ -477,7 +477,7 @@ def draw_timeline(report: ReportInput) -> str | None:
     ownerships = report.snapshot.ownerships
     if not ownerships:
         return None
-    now = ownerships[-1].last_entry_at  # where the bar of an attempt without an end stops
+    now = ownerships[-1].last_entry_at  # the bar of an attempt that has not ended stops here
     attempts = [(attempt, attempt.ended_at or max(attempt.began_at, now)) for attempt in report.snapshot.attempts]
     periods = [(ownership.began_at, ownership.last_entry_at) for ownership in ownerships]
     time_axis = _make_time_axis(periods + [(attempt.began_at, end) for attempt, end in attempts])
@@ -563,7 +563,7 @@ def _make_lanes(bars: Sequence[_AttemptBar]) -> Sequence[tuple[str, Sequence[_At
 def _draw_attempts(
     drawing: Drawing, report: ReportInput, lanes: Sequence[tuple[str, Sequence[_AttemptBar]]], row: float, bottom: float
 ) -> None:
-    """Draw each attempt as a bar in the style of its final status, and a legend of the statuses."""
+    """Draw each attempt as a bar with the fill for its status, and a legend of the statuses."""
     trials = {trial.id: trial for trial in report.trials}
     height, drawn_statuses = max(1.0, row - 3), set[Status]()
     for index, (name, bars) in enumerate(lanes):

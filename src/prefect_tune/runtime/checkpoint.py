@@ -37,7 +37,7 @@ _DISPLAY_TIMEOUT = timedelta(seconds=10)
 class _AttributeAdviceMeta(type):
     """Makes an unknown attribute of the class raise the same error as an unknown attribute of an instance."""
 
-    if not TYPE_CHECKING:  # a type checker that sees this method accepts every name
+    if not TYPE_CHECKING:  # a type checker that saw this method would accept every attribute
 
         def __getattr__(cls, name: str) -> NoReturn:
             raise _attribute_error(name)
@@ -47,9 +47,9 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
     """A directory of files: on this machine, on a target, or at any other URI.
 
     If prefect-tune committed the checkpoint, every byte is verified when it is read. A plain directory (Ray's,
-    Lightning's, your own) is read without verification. A copy contains the metadata, if any is set, in the file
-    `.metadata.json`. No file is read when the object is created, printed or pickled. In a notebook, displaying the
-    object reads the manifest, for at most 10 s.
+    Lightning's, your own) is read without verification. A copy of the checkpoint contains its metadata, if any is
+    set, in the file `.metadata.json`. No file is read when the object is created, printed or pickled. To display the
+    object, a notebook reads the manifest, for at most 10 s.
 
     Example:
         ```python

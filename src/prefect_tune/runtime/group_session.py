@@ -1,7 +1,7 @@
 """Join a trial as a rank that a launcher (torchrun, accelerate, `torch.multiprocessing`, Lightning, MPI) has started.
 
 The launcher passes on an environment variable with the path of the supervisor's socket. The rank connects to the
-socket, sends its number, receives a start message, as the trial's process does, and then reports:
+socket, sends its number, receives a start message (as the trial's process does), and then reports steps:
 
     trial's process ── launcher ── rank ── socket ──► RankJoined ──► supervisor
                                      ◄──────────────────────── Start ───────────┘
@@ -46,7 +46,7 @@ _EXIT_PRIORITY = 10
 _rank_sessions: dict[int, TrialSession] = {}
 """The key is the id of the session's process. A forked child has another id, and so finds no session."""
 ON_JOIN_ENV = "PREFECT_TUNE_ON_JOIN"
-"""The environment variable in which a drill names a `package.module:function` that launched ranks call on joining."""
+"""The environment variable in which a drill names a `package.module:function` that each rank calls when it joins."""
 
 
 class StopRank(StopTraining, SystemExit):
@@ -75,12 +75,12 @@ def join_as_rank(caller: str) -> TrialSession | None:
         _rank_sessions[os.getpid()] = process_session
         return process_session
     if rank.rank == 0 and os.environ.get(RANK_0_ENV):
-        return None  # a process that rank 0 has started, not a rank
+        return None  # rank 0 has started this process, which is not a rank itself
     if not 0 <= rank.rank < rank.world_size:
         raise InvalidInput(f"{caller}: expected a rank from 0 to {rank.world_size - 1}, found {rank.rank}")
     connection, start = _connect_to_supervisor(rank, address, caller)
     if is_relaunched_as_rank():
-        prepend_import_path(start.import_path)  # any other program keeps its own `sys.path`
+        prepend_import_path(start.import_path)  # a program of the user keeps its own `sys.path`
     session = make_session(connection, start, cast("Stopper", load_object(start.stopper)))
     session.start_training_clock()
     _rank_sessions[os.getpid()] = session

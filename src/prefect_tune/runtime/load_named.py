@@ -1,4 +1,4 @@
-"""Send objects to other processes by name (`package.module:Name`) or by value (a pickle), and compute their digests."""
+"""Send objects to other processes by name (`package.module:Name`) or value (a pickle), and compute object digests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`; do so only once, since modules may change `sys.path` afterwards."""
+    """Put `import_path` first in `sys.path`; a repeated call does nothing, since modules may have changed the path."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -53,7 +53,7 @@ def load_object(name: str, parameter: str = "trainable") -> object:
 
     Args:
         name: the name, or the pickle.
-        parameter: the parameter that contains the name, for messages.
+        parameter: the name of the parameter whose value is `name`, for messages.
 
     Raises:
         InvalidInput: the module cannot be imported or has no such name, or the pickle cannot be loaded here.
@@ -107,9 +107,9 @@ def _unpickle(text: str, parameter: str) -> tuple[object, dict[str, object]]:
 
 
 def find_import_name(obj: object) -> str | None:
-    """Return the `package.module:Name` by which a new process can import this class or function, or None.
+    """Return the `package.module:Name` by which a new process can import this class or function; None if there is none.
 
-    Return None for a lambda, for a definition in `__main__`, a notebook's cell or a function's body, for an object
+    There is none for a lambda, for a definition in `__main__`, a notebook's cell or a function's body, for an object
     whose name refers to another object, and for an object whose module a new process would find in another file.
     """
     module = getattr(obj, "__module__", None)
@@ -165,7 +165,7 @@ _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would take too muc
 
 def write_trainable_for_spawn(trainable: str) -> None:
     """Write a pickled trainable to a file for the processes that the trial spawns; see `load_definitions_for_spawn`."""
-    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # inherited from an outer search
+    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # it may be inherited from an outer search
     if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
     file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
@@ -181,7 +181,7 @@ def write_trainable_for_spawn(trainable: str) -> None:
 def load_definitions_for_spawn() -> dict[str, object]:
     """Return the definitions of the trial's script for the `__main__` of this spawned process.
 
-    If the file cannot be read, write the reason to stderr and return an empty dict, since the process may need none.
+    If the trainable's file cannot be read, write the reason to stderr and return {}, since the process may not need it.
     """
     if not (file := os.environ.get(_TRAINABLE_FILE_ENV)):
         return {}  # no definitions are needed, or they could not be written
@@ -194,7 +194,7 @@ def load_definitions_for_spawn() -> dict[str, object]:
 
 
 def require_loadable(config: Mapping[str, object]) -> None:
-    """Load the trainable that `config` names, without training. A trial's process runs this function as its trainable.
+    """Load the trainable that `config` names, without training. The check of imports runs this as a trial's trainable.
 
     Raises:
         InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although `cadence` requires saves.
@@ -274,13 +274,13 @@ def _is_importable(obj: object) -> bool:
 
 
 def _reduce_code(code: CodeType) -> tuple[object, ...]:
-    """Pickle code with its file name, which cloudpickle 3.1.3 drops, although tracebacks show it."""
+    """Pickle a code object with its file name, which tracebacks show, but which cloudpickle 3.1.3 drops."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
 
 def _reduce_cached_function(cached: Any) -> object:
-    """Pickle a function with `functools.cache` or `lru_cache` without the cached results."""
+    """Pickle a function decorated with `functools.cache` or `lru_cache`, without its cached results."""
     if _is_importable(cached):
         return _qualified_name(cached)
     if not any(referent is cached.__wrapped__ for referent in gc.get_referents(cached)):
@@ -416,8 +416,8 @@ def _find_used_names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*(_find_used_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
-# Digests that are equal in every process, so that a retry of a flow recognizes the calls of its earlier run.
-# An object that is not a plain value is represented by its type and some parts, since its pickle may differ each time.
+# Compute digests that are equal in every process, so that a retry of a flow recognizes the calls of its earlier run.
+# A digest represents an object that is not a plain value by its type and parts, since its pickle may differ each time.
 
 
 def compute_stable_digest(value: object) -> str:
@@ -436,7 +436,7 @@ def _format_canonical(value: Any, parents: tuple[object, ...]) -> str:
             return repr(value)
         case str() | PurePath():
             name, folder = str(value), f"{tempfile.gettempdir()}{os.sep}"
-            # Below the temporary folder, omit the first folder, which may have another name at each start.
+            # In a path below the temporary folder, omit the first folder, whose name may differ in each process.
             return repr(name.removeprefix(folder).partition(os.sep)[2] if name.startswith(folder) else name)
         case dict():
             return f"{{{','.join(sorted(format_parts(*item) for item in value.items()))}}}"

@@ -1,7 +1,7 @@
 """Read complete, validated messages of bounded size from a socket.
 
-Each message is its length, then one JSON object of `prefect_tune.core.messages.process_messages`. The length has four
-bytes; if their value is -1, eight bytes with the length follow, as in `multiprocessing.connection`.
+A message is sent as its length, followed by one JSON object (see `prefect_tune.core.messages.process_messages`). The
+length has four bytes; if their value is -1, the next eight bytes are the length, as in `multiprocessing.connection`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable by which the trial's own process, as rank 0, tells its children that they are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable from which a copy of a trial's program restores `sys.argv[0]` of the user's script."""
-# Removed in a trial. MPI's local rank stays set: a program that mpirun has started may choose its GPU by this number.
+# A trial removes these. MPI's local rank stays set, since a program that mpirun starts may choose its GPU by it.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -64,7 +64,7 @@ def mark_as_trial_process(start: Start, become_rank_0: Callable[[int], None]) ->
     for name in _INHERITED_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {**start.rank.variables, RANK_SOCKET_ENV: start.rank_socket, SCRIPT_ENV: "".join(sys.argv[:1])}
-    if not _has_audit_hook:  # only an audit hook sees all ways to start a process; added once: it cannot be removed
+    if not _has_audit_hook:  # an audit hook sees every start of a process; it is added once, since it cannot be removed
         _has_audit_hook = True
         sys.addaudithook(_on_audit_event)
 
@@ -77,7 +77,7 @@ def find_ancestor_trial() -> TrialProcess | None:
 
 def detect_rank() -> RankInfo:
     """Return the rank of this process, from `torch.distributed` or from a launcher's variables."""
-    from prefect_tune.core.messages.process_messages import RankInfo  # late, so that flows import no messages
+    from prefect_tune.core.messages.process_messages import RankInfo  # here, so that flows do not import this module
 
     present = (variables for variables in _LAUNCHERS if os.environ.keys() >= {*variables[:2]})
     rank_name, size_name, local_name = next(present, _LAUNCHERS[0])
@@ -137,7 +137,7 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _get_main_module_name(), *sys.argv[1:]],  # the arguments differ in the program of an inner search
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search starts its program with other arguments
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:

@@ -72,7 +72,7 @@ def resolve_local_directory(checkpoint: object) -> Path:
         InvalidInput: `checkpoint` is not a directory on this machine.
     """
     path = getattr(checkpoint, "path", None)  # None if the caller passed a path instead of a checkpoint
-    location = getattr(checkpoint, "_location", None)  # `pt.Checkpoint.filesystem` would import pyarrow
+    location = getattr(checkpoint, "_location", None)  # since `pt.Checkpoint.filesystem` would import pyarrow
     filesystem = getattr(checkpoint, "filesystem", None) if location is None else None
     kind = getattr(filesystem, "type_name", "local") if location is None else location.kind
     if path is None or kind != "local" or not Path(str(path)).is_dir():
@@ -91,7 +91,7 @@ def require_files_written(returned: object, directory: Path, step: int) -> None:
     An empty directory only causes a warning, since the trainable may have no state.
 
     Raises:
-        InvalidInput: `save_checkpoint` returned a mapping, or wrote nothing and returned something else.
+        InvalidInput: `save_checkpoint` returned a mapping, or wrote nothing and returned neither None nor `directory`.
     """
     is_empty = not any(directory.iterdir())
     if isinstance(returned, Mapping) or (is_empty and returned is not None and str(returned) != str(directory)):
@@ -156,7 +156,7 @@ def _copy_file(source: Path, destination: Path) -> None:
 
 
 _RETURN_TIMEOUT = timedelta(seconds=20)
-"""The time that the trainable has to return after `StopTraining` was raised in a thread other than the trainable's."""
+"""How long the trainable may take to return after `StopTraining` was raised in a thread other than its own."""
 
 
 class TrialSession:
@@ -402,7 +402,7 @@ class TrialSession:
         return report
 
     def find_stop_reason(self) -> AnyReason | None:
-        """Return why the trial ends after its last step, which an earlier attempt may have trained; None to continue.
+        """Return why the trial ends after its newest step, which an earlier attempt may have trained; None to continue.
 
         The stopper is called only once for each step, because its first result may already be in the journal.
         """
@@ -499,7 +499,7 @@ class TrialSession:
         self._send_message(TrainableLoaded(pid=self._pid, source_digest=source_digest))
 
     def send_end(self, message: TrainingEnded) -> None:
-        """Send the end of the attempt. Only the first end is sent, and no other message follows it."""
+        """Send the end of the attempt. After this, neither another end nor any other message is sent."""
         with self._send_lock:
             if not self._is_end_sent:
                 self._is_end_sent = True

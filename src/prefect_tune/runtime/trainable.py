@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefect_tune.runtime.session import TrialSession
 
 Reuse: TypeAlias = Literal["auto", "never"]
-"""How trials share the import of their trainable's module.
+"""Whether trials share the import of their trainable's module.
 
 - `auto`: one process imports the module; trials are forked from that process, if its forks are safe.
 - `never`: each trial's process imports the module.
@@ -60,7 +60,7 @@ class Trainable:
         raise NotImplementedError(f"{type(self).__name__}.save_checkpoint: write the state into checkpoint_dir")
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Read the files of `save_checkpoint`. The directory is removed later: copy files that you still need."""
+        """Read the files that `save_checkpoint` wrote. The directory is removed later: copy what you still need."""
         raise NotImplementedError(f"{type(self).__name__}.load_checkpoint: read the state from checkpoint_dir")
 
     def reset_config(self, config: dict[str, Any]) -> bool:
@@ -232,9 +232,9 @@ _import_threads: WeakSet[threading.Thread] = WeakSet()
 def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = None) -> None:
     """Report the metrics of one step, and optionally a checkpoint of the state after this step.
 
-    Without a checkpoint, the call returns at once. With a checkpoint, it returns when the checkpoint is committed
-    on the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time).
-    A directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
+    Without a checkpoint, the call returns at once. With a checkpoint, it returns when the checkpoint is committed on
+    the target (`commit="sync"`), or when a local copy is made (`commit="async"`, one upload at a time). At a milestone,
+    it also waits for the decision. A directory from `pt.get_trial().new_checkpoint_dir()` is used without a copy.
 
     ```python
     def train(config):
@@ -244,7 +244,7 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 
     Args:
         metrics: finite numbers, text, or JSON made of these.
-        checkpoint: a local directory: `pt.Checkpoint.from_directory(path)`.
+        checkpoint: a local directory, passed as `pt.Checkpoint.from_directory(path)`.
 
     Threads of the trainable may report too: each report is one step, and the reports are handled one after another.
     When the trial ends, each thread receives `StopTraining` at its next report. The trainable must return within 20
@@ -262,9 +262,9 @@ def report(metrics: Mapping[str, object], *, checkpoint: Checkpoint | None = Non
 def report_step(metrics: Mapping[str, object], save: Callable[[str], None], *, allow_missing: bool = False) -> None:
     """Report the metrics of one step; if a checkpoint is due, call `save` to write the state after this step.
 
-    A checkpoint is due at the same times as for a class trainable: by the flow's `Cadence`, at the last step, when a
-    stop is requested, and when a scheduler needs the state. `save` is called with an empty directory, before this
-    function returns. With `allow_missing`, the report may lack the metric of the search.
+    A checkpoint is due at the same times as for a class trainable: when the flow's `Cadence` requires one, when a stop
+    is requested, when a scheduler needs the state, or if `metrics` have `"should_checkpoint": True`. `save` is called
+    with an empty directory, before this function returns. With `allow_missing`, the search's metric may be missing.
 
     ```python
     pt.report_step({"loss": 0.1}, lambda directory: Path(directory, "epoch").write_text("10"))

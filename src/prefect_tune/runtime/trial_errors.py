@@ -26,7 +26,7 @@ class TrainableLoadError(Exception):
 
 def failure_message(error: BaseException, trial: str) -> TrainingEnded:
     """Return the message that ends an attempt of `trial`, in whose process `error` was raised."""
-    if isinstance(error, BadStop):  # the error is in `stop`: the traceback of the training would mislead
+    if isinstance(error, BadStop):  # the error is in `stop`, so the traceback of the training would mislead
         reason = make_reason("raised", text=str(error))
     else:
         first = error.__traceback__  # skip the frames of prefect-tune that come before the trainable's first frame

@@ -77,7 +77,7 @@ class ArrowStore(ParallelStore):
         self._is_object_storage = filesystem.type_name in _OBJECT_STORAGE_TYPES
         self._skips_root_check = create_root and filesystem.type_name not in _BUCKET_TYPES
         self._has_removed_stale_files = False
-        # For `rm_file`, since pyarrow would call `rm`, which reads "?" and "*" as patterns and relies on old listings.
+        # Used for `rm_file`: pyarrow would call `rm`, which reads "?" and "*" as patterns and relies on old listings.
         self._fsspec = getattr(getattr(filesystem, "handler", None), "fs", None)
 
     @property

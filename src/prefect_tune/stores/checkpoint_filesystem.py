@@ -83,7 +83,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
     @cached_property
     def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
-        """The manifest, and the content of the metadata file, or None if a local copy would have no such file."""
+        """The manifest, and the content of a copy's metadata file; None if a copy keeps the committed files."""
         with self._target_folder.open(timeout=_TIMEOUT) as store:
             manifest = self._target_folder.read_manifest(store)
             if manifest is None:
@@ -141,7 +141,7 @@ class _VerifiedFile(io.RawIOBase):
             return 0
         start, cached = self._cache_start, self._cache
         if not start <= self._position < start + len(cached):
-            is_small = len(buffer) <= _BUFFER_BYTES  # then read only one chunk, because the next may never be needed
+            is_small = len(buffer) <= _BUFFER_BYTES  # if so, read only one chunk, because the next may never be needed
             start, cached = self._read_chunks(1 if is_small else min(len(buffer), _MAX_READ_BYTES))
         data = memoryview(cached)[self._position - start :][: len(buffer)]
         buffer[: len(data)] = data

@@ -43,7 +43,7 @@ class StoreOpener(Protocol):
 
 
 def locate_checkpoint(path: str | os.PathLike[str], filesystem: FileSystem | None = None) -> CheckpointLocation:
-    """Return the location of `path`: with `filesystem`, a path on it; without, a local path or a URI. Makes no request.
+    """Return the location of `path` (a path on `filesystem` if given, else a local path or a URI), without any request.
 
     Raises:
         InvalidInput: `path` is not valid, or has a scheme although `filesystem` is given.
@@ -86,7 +86,7 @@ def _locate_on_target(location: Location) -> TargetFolder:
 
 
 def _split_root(path: str) -> tuple[str, str]:
-    """Split `path` into a target's root and a folder. In a checkpoint's path, the folder starts at the experiment.
+    """Split `path` into a target's root and a folder. In a checkpoint's path, the folder starts with the experiment.
 
     In any other path, the folder is the last name, so that a missing folder and a missing root raise different errors.
     """
@@ -112,7 +112,7 @@ class LocalDirectory:
         return self.path
 
     def resolve(self) -> CheckpointLocation:
-        """Return a `TargetFolder` for the folder of a committed checkpoint on a local target; otherwise `self`."""
+        """Return a `TargetFolder` if this is a committed checkpoint's folder on a local target; otherwise `self`."""
         match = _CHECKPOINT_PATH.fullmatch(self.path)
         if not match or not Path(self.path, "manifest.json").is_file():
             return self

@@ -47,7 +47,7 @@ class Deadline:
 
 
 # Named locks, one for each object: on a target without conditional create, a thread holds the lock while it creates the
-# object. The locks need not keep other processes out, because such a target supports only one writer process.
+# object. The locks need not exclude other processes, because such a target supports only one writer process.
 
 _locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _locks_guard = threading.Lock()

@@ -145,7 +145,7 @@ refused: the endpoint has no TLS: allow http, or correct the endpoint
 
 
 def _parse_error_codes() -> Iterator[ErrorCode]:
-    """Yield each code of the text. A line `meaning: advice` applies to the codes in the indented lines below it."""
+    """Parse `_ERROR_CODE_TEXT`. A line `meaning: advice` applies to the codes in the indented lines below it."""
     meaning, advice = ErrorMeaning.REFUSED, ""
     for line in _ERROR_CODE_TEXT.strip().splitlines():
         if line.startswith(" "):
@@ -391,7 +391,7 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # a reply to HEAD has no code; this raises an error with one
+                    _list_page(client, count=1)  # a reply to HEAD has no code, but the error of a failed list has one
                 raise
 
         try:
@@ -415,7 +415,7 @@ class ObstoreStore(ParallelStore):
             batch = checked[start : start + _PAGE_SIZE]
             try:
                 self._delete_batch(batch)
-            except ObjectNotFound:  # obstore without batch requests stops at a missing object, so delete one by one
+            except ObjectNotFound:  # without batch requests, obstore stops at a missing object, so delete one by one
                 for path in batch:
                     with suppress(ObjectNotFound):  # deleted already
                         self._delete_batch([path])

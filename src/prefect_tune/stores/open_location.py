@@ -60,7 +60,7 @@ def find_local_folder(target: str) -> LocalFolder | None:
 
 
 class Client(Enum):
-    """What opens the URIs of a scheme."""
+    """The software that opens the URIs of a scheme."""
 
     FILES = "the operating system"
     S3 = "obstore, S3"
@@ -83,7 +83,7 @@ _URI_OPTIONS: Mapping[Client, frozenset[str]] = {
 }
 _ARROW_SCHEMES = frozenset({"hdfs", "viewfs"})
 _IN_PROCESS_KINDS = frozenset({"local", "subtree", "memory", "mock", "s3", "gcs", "abfs", "file"})
-"""Kinds of pyarrow file systems that need no child process, since calls do not hang or files are in this process."""
+"""Kinds of pyarrow file systems that need no child process: their calls do not hang, or their files are in memory."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -92,7 +92,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 class Location:
     """A parsed path or URI. `container` is the bucket; for `OTHER` clients, it is the host; for files, it is empty.
 
-    `path` has no slash at either end; for files, it is absolute.
+    For files, `path` is absolute; otherwise, it has no slash at either end.
     """
 
     client: Client
@@ -367,9 +367,9 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
 
 
 def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
-    """Return the region; if the environment names no other credentials, return those of an AWS profile, too.
+    """Return the region, and the credentials of an AWS profile if the environment names no other credentials.
 
-    The environment's region precedes the profile's. The client itself finds credentials that are not in a profile.
+    The environment's region takes precedence over the profile's. The client itself finds other credentials.
 
     Args:
         environment: must be `os.environ` or equal to it, since boto3 itself reads `os.environ` to find the profile.

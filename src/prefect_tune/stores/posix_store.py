@@ -1,8 +1,8 @@
 """An object store in files, on a local disk, NFS, or any other mounted file system.
 
-A writer writes and syncs a hidden file, and then hard-links the file to the object's name. So a write is atomic among
-the writers on all machines that mount the directory, and after a power cut an object is complete or absent. The hidden
-name is removed once the object's name is synced. If a file still has both names, a reader syncs the object's folder.
+A writer writes and syncs a hidden file, and then makes a hard link with the object's name to it. So a write is atomic
+among the writers on all machines that mount the directory, and after a power cut an object is complete or absent. The
+hidden name is removed once the object's name is synced; so a reader that finds both names syncs the object's folder.
 
 A store never follows a symbolic link below the root, never puts a name into a folder before the folder's own name is
 synced, and never replaces a file in a `create`.
@@ -122,7 +122,7 @@ class FileStatus:
 
 
 class FileSystemCalls:
-    """One method per system call. A name is one path component below an open folder.
+    """One method per system call. Each `name` is a single path component, and is looked up in the open `folder`.
 
     Only `open_root` follows symbolic links. A failed call raises the system's `OSError`.
     """
@@ -207,7 +207,7 @@ def _to_file_status(status: os.stat_result) -> FileStatus:
 _MAX_TEMPFILE_AGE = timedelta(days=1)
 _MAX_WRITE_BYTES = 16 << 20  # the limit for one system call, since the deadline is checked between calls
 _MAX_READ_BYTES = 64 << 20
-_MAX_PUBLISHES = 100  # the maximum number of tries to publish a file while deletes prune the file's folder
+_MAX_PUBLISHES = 100  # the maximum number of tries to publish a file; a try fails if a delete prunes its folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class PosixStore(ParallelStore):
     """Objects as files below the directory `root`, which must exist; `make_root` creates such a directory.
 
     The hidden files of a killed writer are removed by a later writer, after a day. The deadline is checked between
-    system calls. Only a `SubprocessStore` around this store can end a system call that hangs (a dead NFS server).
+    system calls. Only a `SubprocessStore` around this store can end a system call that hangs on a dead NFS server.
     """
 
     def __init__(self, root: Path, *, deadline: Deadline | None = None, calls: FileSystemCalls | None = None) -> None:
@@ -367,7 +367,7 @@ class PosixStore(ParallelStore):
         return fd
 
     def _fsync_name_if_empty(self, folder: int, parent: int) -> None:
-        """Sync the name of `folder` if the folder is empty, since its creator may have died before that sync.
+        """Sync the name of `folder` if the folder is empty, since its creator may have died before syncing it.
 
         A folder with entries needs no sync, since its name and its parents' names were synced before the first entry.
         """
@@ -572,7 +572,7 @@ class PosixStore(ParallelStore):
             folder = parent
 
     def _remove_stale_files(self, folder: int, now_ns: int) -> None:
-        """Remove hidden files older than a day, once per store; `now_ns` is the time of the file system's clock.
+        """Remove hidden files older than a day, once per `PosixStore`; `now_ns` is the time by the file system's clock.
 
         If the writer of such a file is still alive, it can no longer link the file, so it publishes nothing.
         """
@@ -583,7 +583,7 @@ class PosixStore(ParallelStore):
             with suppress(OSError):  # another writer removed the file first, or another user owns it
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.link_count > 1:  # published, perhaps unsynced; readers sync only files with two links
+                    if status.link_count > 1:  # its name may be unsynced, and readers sync only files with two links
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 

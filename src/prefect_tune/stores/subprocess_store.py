@@ -1,6 +1,6 @@
 """A store in child processes that are killed at the deadline, because nothing else ends a blocking C call.
 
-At the deadline, a timer kills the child that serves a call, which also ends the caller's blocked send or receive.
+At the deadline, a timer kills the child that serves a call; the kill also ends the caller's blocked send or receive.
 The child is `python -m prefect_tune.stores.subprocess_store`. It opens one store and serves one operation at a time.
 """
 
@@ -220,7 +220,7 @@ class _ChildProcess:
     def kill(self) -> str:
         """Kill the process and its process group; return its exit code as text.
 
-        The connection stays open, since its descriptor could be reused for another file while a thread reads from it.
+        The connection stays open: after a close, another file could get the descriptor from which a thread still reads.
         """
         with self._guard:
             if self.is_alive:
@@ -288,5 +288,5 @@ def _open_store(pickled_factory: bytes) -> ObjectStore:
 if __name__ == "__main__":
     _connection = Connection(int(sys.argv[1]))
     threading.Thread(target=_exit_with_parent, args=(_connection.fileno(),), daemon=True).start()
-    with suppress(EOFError, ConnectionError):  # the parent closed the channel: end
+    with suppress(EOFError, ConnectionError):  # the parent closed the channel, so this process ends
         _serve_requests(_connection)

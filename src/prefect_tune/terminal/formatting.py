@@ -282,7 +282,7 @@ MIN_SHOWN_SECONDS = 0.005
 
 
 def make_cost_table(cost: ExperimentCost) -> Table:
-    """Return a table of the categories that took time, with their times and shares."""
+    """Return a table of the cost categories that took time, with the time of each and its share of the slots' time."""
     table = make_borderless_table("slots", "time", "share")
     for category, seconds in cost.seconds.items():
         if seconds >= MIN_SHOWN_SECONDS:
@@ -292,7 +292,7 @@ def make_cost_table(cost: ExperimentCost) -> Table:
 
 
 def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
-    """Return a table of a trial's attempts: times, largest losses of time, processors, memory, exits of ranks."""
+    """Return a table of a trial's attempts: times, largest losses of time, resources, ranks that ended differently."""
     rows = [_format_resources(attempt) for attempt in attempts]
     names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
     table = make_borderless_table("attempt", "in all", "training", "largest losses", *names)

@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-# Capture the output of other code while a live table is shown, and print the output above the table. Rich's own
+# Capture what this process prints and logs while a live table is shown, and print it above the table. Rich's own
 # redirection ignores the handlers of `logging`, and would make each `print` of a training wait for the terminal.
 
 _MAX_CHUNKS = 20_000
@@ -62,7 +62,7 @@ class OutputCapture(io.TextIOBase):
         return True
 
     def __getattr__(self, name: str) -> object:
-        """Return other attributes of the terminal's stream, such as `buffer`. Writes to `buffer` are not captured."""
+        """Return an attribute that only the terminal's stream has. Writes to its `buffer` are not captured."""
         return getattr(self._terminal, name)
 
     def take_lines(self) -> Sequence[str]:
@@ -87,7 +87,7 @@ class OutputCapture(io.TextIOBase):
 
 
 NOTICE: Mapping[str, object] = {"is_notice": True}
-"""The `extra` of a log line below WARNING that users must see. Live tables and notebooks hide other such lines."""
+"""The `extra` that marks a log line as a notice: live tables and notebooks show it, although it is below WARNING."""
 
 
 class QuietFilter(logging.Filter):
@@ -190,7 +190,7 @@ def end_display() -> None:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise an `OSError`, whereas Rich would close stdout and end the process."""
+        """Raise an `OSError` if the reader has closed the pipe; Rich would close stdout and end the process."""
         raise BrokenPipeError(f"{self.file}: the reader has closed it")
 
 
@@ -233,7 +233,7 @@ class LiveDisplay(threading.Thread):
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich would use the size of another stream, e.g. stdin. Raises `OSError` if the terminal has hung up.
+                # Rich might take the size of stdin instead. This call raises `OSError` if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

@@ -114,7 +114,7 @@ class ProgressReader:
     def __init__(
         self, read: Callable[[], SearchSnapshot], extent: SearchExtent, notes: Sequence[Note], now: float
     ) -> None:
-        """Args: notes: the last lines of the log, oldest first. Each `read_state` reads this sequence again."""
+        """`notes` are the last log lines about trials, oldest first; each `read_state` reads this sequence again."""
         self._read = read
         self._extent = extent
         self._notes = notes
@@ -210,7 +210,7 @@ def compute_search_completion(
 
 
 def compute_trial_completion(trial: Trial, report: StepReport | None, extent: SearchExtent) -> float:
-    """Return the completed share of a trial's training; 1 for a paused trial that may never resume."""
+    """Return the completed share of a trial's training; 1 if it has ended, or is paused and may never resume."""
     if trial.phase in ENDED_PHASES or (trial.phase is Phase.PAUSED and not extent.resumes_all_paused):
         return 1.0
     step, steps = max(trial.step, report.step if report else 0), extent.max_steps
@@ -301,7 +301,7 @@ def _format_on_one_line(value: object) -> str:
 
 
 def find_metric_names(trials: Sequence[Trial]) -> Sequence[str]:
-    """Return the metrics of the first trial that has reported any."""
+    """Return the names of the metrics of the first trial that has reported any."""
     return next((tuple(trial.metrics) for trial in trials if trial.metrics), ())
 
 

@@ -6,7 +6,7 @@ audit's policy gets all results in the order in which the search got them, and i
 At each new owner, the audit creates a new policy and replays the journal to the policy, as that owner did.
 
     state before ──► derive(event): expected, underivable or None ──► state after ──► record(event)
-When the audit derives an event, the policy has no later event. The audit does not import the code that a journal names.
+The audit imports no code that a journal names. When it derives an event, its policy has received only earlier events.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def audit(
     """Derive each proposal and decision of an experiment again from its journal, and compare them with the journal.
 
     The audit writes nothing, and reads one object after the other. It does not import the code that the journal names.
-    It derives decisions of a component that the journal does not hold, such as your own search, only if you pass it.
+    If the journal does not hold a component, such as your own search, pass it, so that its decisions are derived, too.
 
     ```python
     report = pt.audit("digits", target="runs")
@@ -325,7 +325,7 @@ class _Auditor:
         self._search_end_reason: AnyReason | None = None  # why the stoppers end the search, as of the last entry
 
     def begin_entry(self, entry: Entry) -> None:
-        """Begin the next entry. The events of an entry that completes a fork are copies, and so are not derived."""
+        """Begin the next entry. The events of an entry that completes a fork are copies, so they are not derived."""
         forks = (event for event in entry.events if isinstance(event, ExperimentForked))
         self._is_fork_entry = any(event.trials is not None for event in forks)
         self._search_end_reason = self._policy.end_reason() if self._policy else None
@@ -345,7 +345,7 @@ class _Auditor:
             return self._expect_added_trial(before, policy, event)
         if isinstance(event, StopRequested):
             return self._expect_search_stop(before, policy, event)
-        trial = before.trials.get(str(getattr(event, "trial", "")))  # if None, `apply_event` raises an error
+        trial = before.trials.get(str(getattr(event, "trial", "")))  # without a trial, `apply_event` raises
         plan = self._plans[before.term]
         match event:
             case DecisionMade() if trial is not None:
@@ -495,7 +495,7 @@ _NOT_RECORDED = "a clock, a missing metric or the user's choice ended the search
 
 
 def _are_equivalent(event: Event, other: Event) -> bool:
-    """Return whether two events have the same JSON; a reason that is a text, from the user's code, is not compared."""
+    """Return whether two events have the same JSON; a reason from the user's code, which is a text, is ignored."""
     return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 
 
@@ -508,7 +508,7 @@ def _comparable_fields(event: Event) -> Mapping[str, object]:
 
 
 def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
-    """Return the clone that the exploit requires: of the source's checkpoint or, if there is none, of the trial's own.
+    """Return the clone that the exploit requires: of the source's checkpoint or, if `event` says so, the trial's own.
 
     Return None if a user restarted the trial from one of its own checkpoints, with an unchanged configuration.
     """
@@ -522,7 +522,7 @@ def _expect_clone(trial: Trial, event: CheckpointCloned) -> _Derived:
 
 
 def _signal_if_no_new_trial(policy: SearchPolicy, plan: _AuditPlan) -> None:
-    """Tell the schedule if the search proposes no new trial; an unknown search is assumed to propose none."""
+    """Tell the schedule that there is no new trial, if the search proposes none, or if the search is unknown."""
     if "search" in plan.unknown or not isinstance(policy.suggest(), Proposed):
         policy.schedule.on_no_new_trial()
 

@@ -135,7 +135,7 @@ class Driver:
         )
         self._previous_attempt_numbers: dict[str, int] = {}  # by running trial: number of its previous attempt
         self._reattached_trials: set[str] = set()  # the trials whose attempt was launched by an earlier owner
-        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: slot's start on run clock, monotonic clock
+        self._slot_starts: dict[str, tuple[str, float]] = {}  # by trial: when it took its slot (run clock, monotonic)
         self._messages: deque[Message] = deque()  # not handled yet
         self._is_search_exhausted = False
         begin_run_clock()
@@ -157,7 +157,7 @@ class Driver:
             self._background_worker.close()
 
     def _write_submitted_events(self, submitted: Sequence[EventsSubmitted]) -> None:
-        """Journal the events that attempts submitted before the loop failed; a failed write raises in the attempts."""
+        """Journal the events that attempts submitted before the loop failed; if the write fails, they get the error."""
         unhandled, self._messages = self._messages, deque()
         for message in (*unhandled, *submitted):
             if isinstance(message, AttemptExited):
@@ -315,7 +315,7 @@ class Driver:
         if trial_id in self._experiment.pending_stops:
             self._stop_handler.send_stop(trial_id)
         if not trial.step:
-            return  # the trial has not reported, so it waits for no answer; at step 0, an answer would be unsolicited
+            return  # the trial has not reported, so it waits for no answer, and expects none
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(trial_id, last_report(trial))
@@ -349,7 +349,7 @@ class Driver:
             self._failure_handler.has_trained = True
 
     def _add_post(self, trial_id: str, number: int, events: Sequence[AttemptEvent]) -> None:
-        """Journal a post of an attempt on another machine; then delete the post and the checkpoints that it retires."""
+        """Journal a post of a remote attempt; then delete the post, and the checkpoints that its events retire."""
         before = self._experiment.trial(trial_id)
         if before.outbox is None or number != before.last_post + 1:
             return  # `_close_outbox` has read this post, or closed the outbox before this post
@@ -376,7 +376,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        Decide by the written state: a commit retires nothing if a non-owner's quarantine is journaled just before it.
+        Decide by the written state, since a commit retires nothing if a non-owner quarantined a checkpoint just before.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
@@ -389,7 +389,7 @@ class Driver:
         self._pending_entry.run_after_write(delete_collectable_origins)
 
     def _close_outbox_on_target(self, trial_id: str, outbox: int) -> ClosedOutbox:
-        """Fence the trial's attempt, so that it can post nothing more; return the unread posts. Journal nothing."""
+        """Make the trial's attempt unable to post anything more; return the unread posts. Journal nothing."""
         key, last_post = self._experiment.trial_key(trial_id), self._experiment.trial(trial_id).last_post
         owner, stamp = str(self._experiment.owner), new_write_stamp()
         close = partial(close_outbox, trial=key, outbox=outbox, after=last_post, closed_by=owner, stamp=stamp)
@@ -447,7 +447,7 @@ class Driver:
         if self._failure_handler.give_up_if_undecidable(trial.id):
             pass
         elif error is not None and not (trial.proposed_by_search and isinstance(error, Exception)):
-            raise error  # such as KeyboardInterrupt; any error ends a single training
+            raise error  # a `KeyboardInterrupt` or the like, or any error of a single training
         elif isinstance(error, AttemptCancelledError) and trial.phase not in ENDED_PHASES:
             self._stop_handler.stop_trial(trial.id, StopRequested(trial=trial.id, reason=str(error)))
         elif isinstance(error, ResumeFailed | InvalidInput):
@@ -529,9 +529,9 @@ class Driver:
         """Prepare a trial for its next attempt. The first case that applies decides.
 
         - Its attempt runs on another machine, and outlived the search: reattach to it, even if no slot is free.
+        - The trial is to be stopped, perhaps while it is paused: finish it, after journaling a lost attempt's end.
         - An attempt was launched, and has not begun: queue the trial; the executor finds the attempt.
         - Its attempt was lost: journal its end, with the checkpoints found; then treat it like any failed attempt.
-        - The trial is to be stopped, perhaps while it is paused: finish it.
         - It is paused, but its scheduler did not pause it: resume it.
         """
         trial = self._experiment.trial(trial_id)

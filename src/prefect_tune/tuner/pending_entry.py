@@ -108,7 +108,7 @@ class PendingEntry:
         self._submitted: list[EventsSubmitted] = []
         self._has_stop_change = False
         self._synced_at = time.monotonic()
-        self._status_changed_at: float | None = None  # the time of the first unwritten change
+        self._status_changed_at: float | None = None  # when the first unwritten change of a status was made
 
     @property
     def has_unfinished_work(self) -> bool:
@@ -174,7 +174,7 @@ class PendingEntry:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_defer: whether to defer events that no action, attempt or stop request waits for. They are written
+            may_defer: whether events may wait if no forced write, attempt or stop request needs them. They are written
                 `sync_period` after the last write, or 2 s after a change of a trial's status, whichever is earlier.
         """
         is_awaited = any(submitted.is_awaited for submitted in self._submitted)

@@ -416,7 +416,7 @@ _WARM_START_TIMEOUT = timedelta(minutes=5)
 
 
 def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
-    """Return the experiments to warm-start from, without duplicates: each as `name`, on this target, or `target/name`.
+    """Return the experiments to warm-start from, without duplicates: each is `name` (on this target) or `target/name`.
 
     Raises:
         InvalidInput: an element of `warm_start` has another form.
@@ -437,7 +437,7 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the experiments `names`, which may still run; skip sources that `experiment` has.
+    """Read the finished trials of the experiments `names`, which may be running; skip those that `experiment` used.
 
     `loaded` is the state of `experiment` that the caller has read; if it is None, the state is read here. The
     sources in this state are not read again, even if they have more finished trials now.
@@ -554,4 +554,4 @@ def _all_errored_message(results: Results, skipped: int) -> str:
     error = find_root_error(first.end_reason)
     if not isinstance(error, Reason) or "traceback" not in error.arguments:  # its process crashed
         return message
-    return f"{message}. Traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.id}"
+    return f"{message}. To see the traceback: prefect-tune show {results.target.cli_argument} {name} --trial {first.id}"

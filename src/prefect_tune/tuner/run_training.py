@@ -89,7 +89,7 @@ def _run_training_segment(
         require_same_training(state_before, trial_spec, config)  # first, since a rejected run must supersede no owner
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
-            pool.start_import(spec.trainable, get_run_logger())  # so the fork server starts during the takeover
+            pool.start_import(spec.trainable, get_run_logger())  # so that the fork server starts during the takeover
         state = acquire_run_ownership(segment, state_before, slots=1)
         require_same_training(state, trial_spec, config)  # again, since another run may have started meanwhile
         journal_writer = segment.set_journal_writer(JournalWriter(target, state, write_entry))

@@ -1,4 +1,4 @@
-"""The search algorithm, scheduler and stoppers of one experiment behind one interface, which `DecisionHandler` calls.
+"""The search algorithm, scheduler and stoppers of one experiment behind one interface, for the driver and the audit.
 
 The same history gives the same proposals and decisions, so these objects are not stored. A resume creates new ones, and
 replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
@@ -24,7 +24,7 @@ ONLY_TRIAL = "trial"
 
 
 def format_trial_id(number: int) -> str:
-    """Return the id of the trial that a search has proposed with this number, counted from 0."""
+    """Return the id of the trial with this proposal number, counted from 0."""
     return f"{number:05d}"
 
 
@@ -36,7 +36,7 @@ def parse_trial_number(trial_id: str) -> int:
 def pending_decision(trial: Trial) -> ReplayEvent | None:
     """Return a trial's last decision if it is a stop or pause that has had no effect yet; None otherwise.
 
-    There is such a decision if an owner exited before it carried out the decision.
+    The decision has had its effect once the trial has ended or paused; an owner may exit before that.
     """
     last_event = trial.policy_events[-1] if trial.policy_events else None
     is_stop_or_pause = last_event is not None and isinstance(last_event.decision, Stop | Pause)
@@ -74,7 +74,7 @@ class SearchPolicy:
         """The scheduler's state. It tells `Driver` whether to wait, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of proposed trials in the journal, which is also the number of the next proposal."""
-        self._suggested_number: int | None = None  # the last proposal's number; the search already knows its trial
+        self._suggested_number: int | None = None  # the last suggestion's number, whose trial the search knows
         self._paused: set[str] = set()
         self._decided_steps: dict[str, int] = {}  # by trial: the step at which the scheduler last judged its weights
 
@@ -128,8 +128,8 @@ class SearchPolicy:
     def resumes_without_scheduler(self, trial: Trial) -> bool:
         """Return whether to resume a paused trial at once, without waiting for the scheduler.
 
-        True if the trial paused for an exploit, or if an earlier owner's scheduler paused it, or if it paused without a
-        decision. The present scheduler resumes or ends the trials that it has paused itself.
+        True if the trial paused for an exploit, or because an earlier owner had another scheduler, or without a
+        decision. The present scheduler resumes or ends the trials for which it has decided a pause.
         """
         return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 

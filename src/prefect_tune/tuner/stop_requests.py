@@ -64,7 +64,7 @@ class StopSource:
         return ()
 
     def on_requests_journaled(self, count: int) -> None:
-        """Learn that the journal has the first `count` requests."""
+        """Called when the journal has the first `count` requests."""
 
 
 class StopHandler:
@@ -90,7 +90,7 @@ class StopHandler:
         """Whether the run is stopping. If so, no further trial starts, and all running trials save and end."""
 
     def check_stop_causes(self, stop_source: StopSource) -> None:
-        """Stop the experiment or a trial if interrupted, or if a request, the time budget or a stopper requires it."""
+        """Stop the experiment or a trial if an interruption, a request, the time budget or a stopper requires it."""
         if stop_source.is_interrupted():
             self.is_stopping = True
             self._executor.stop_all()  # without waiting for the journal, since the process ends soon
@@ -255,7 +255,7 @@ def stop(
 
     A stopped trial saves a checkpoint and ends as `interrupted`; a larger budget does not continue it. A stopped
     experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues the experiment. The run that
-    owns the experiment reads requests every few seconds, and journals each request before it acts on it.
+    owns the experiment reads requests every few seconds, and journals each request before acting on it.
 
     If no run is active, the next run ends the trial before it starts another trial. A request to stop the whole
     experiment then has no effect, because such a request never stops a run that begins later.
@@ -284,7 +284,7 @@ def stop(
 
 
 class _StopRequestSender:
-    """Sends a stop request; sends it again, with the next number, if the journal has another one under its number."""
+    """Sends a stop request; if the journal has another request under its number, sends it again with the next one."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target
@@ -337,7 +337,7 @@ class _StopRequestSender:
         return state
 
     def _send_to_attempts(self, state: Experiment) -> None:
-        """Send the stop to each attempt that has its own flow run, which can outlive the search's flow run."""
+        """Send the stop to each attempt with its own flow run, since such attempts can outlive the search's run."""
         if state.settings.get("trials") != "deployment":
             return
         for trial in [state.trial(self._trial)] if self._trial else state.trials.values():
@@ -353,8 +353,8 @@ class _StopRequestSender:
     def _read_end_message(self, state: Experiment) -> str | None:
         """Return a message about the end of the trial, or of the search's last run; None if there is no end yet.
 
-        A run that ends by itself publishes the results of the journal's last entry. Until the results are published, a
-        search whose trials have all ended can still propose another trial.
+        When all trials have ended, the run itself has ended only once it has published the results of the journal's
+        last entry, since until then it can propose another trial.
         """
         if self._trial is not None:
             trial = state.trial(self._trial)

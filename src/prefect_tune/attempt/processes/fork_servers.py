@@ -4,9 +4,9 @@
            │                                   └─► unsafe to fork: the reason is logged once, the template ends
            └──► a process that imports the trainable itself: if `reuse="never"`, if forks are unsafe, or after `stop`
 
-Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`). Linux only.
-No trial is forked from a template that is unsafe to fork, or whose earlier fork hung. No trial waits for an import once
-`stop` is set, or longer than 10 minutes. No template outlives the pool, unless trials forked from it still run.
+Each template and each trial has a subreaper (`prefect_tune.runtime.processes.fork_server`), which exists only on Linux.
+No trial is forked from a template that is unsafe to fork, or whose earlier fork hung. No trial waits for an import for
+more than 10 minutes, or after `stop` is set. No template outlives the pool, unless trials forked from it still run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessKey:
 
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
-        """Return the key of a trial with these variables, and with this process's current `READ_ONCE_VARIABLES`."""
+        """Return the key of a trial with `environment` and, if not set there, this process's `READ_ONCE_VARIABLES`."""
         # Read `os.environ` at each call, because a task runner such as Ray may change the visible GPUs between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
@@ -81,7 +81,7 @@ class ProcessKey:
 
 
 def make_process_environment(temporary: Path, environment: Mapping[str, str]) -> ProcessEnvironment:
-    """Return a process's environment: `environment`, `temporary` as TMPDIR, and this process's working directory."""
+    """Return what a new process gets: `environment`, `temporary` as TMPDIR, and this process's working directory."""
 
     def to_latin(text: str) -> str:  # one character per byte, because a variable or a path may be invalid UTF-8
         return os.fsencode(text).decode("latin-1")
@@ -112,10 +112,10 @@ class ForkedProcess(SupervisedProcess):
     ) -> ForkedProcess | None:
         """Request a process from the fork server (or template) at `control`; return None if the server is gone.
 
-        Pass `channel` for a new template; a trial's process gets a new channel.
+        Pass `channel` only for a new template; for a trial's process, this method makes a channel.
 
         Raises:
-            TimeoutError: no answer arrives within 30 s.
+            TimeoutError: no answer arrived within 30 s.
             OSError: the fork failed, for example for lack of memory, or the template is not safe to fork.
         """
         with ExitStack() as undo:
@@ -198,7 +198,7 @@ class ForkServer:
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
         """End the fork server, which exits after its forked processes; kill it after `timeout` (None: never)."""
         if not self._has_requests:
-            self._process.kill()  # do not wait, since nothing was forked, and the server may still be importing
+            self._process.kill()  # nothing was forked, so kill the server, even if it is still importing
         self.control.close()
         try:
             self._process.wait(None if timeout is None else timeout.total_seconds())
@@ -217,7 +217,7 @@ class TemplateProcess:
     def __init__(self, server: ForkServer, key: ProcessKey, log: Log) -> None:
         self.server = server
         self.process: ForkedProcess | None = None
-        """None if the fork server was gone. Valid after the import has ended."""
+        """The template; None if the fork server was gone. Valid after the import has ended."""
         self.unsafe_reason: str | None = None
         """Why trials cannot be forked from the template; None if they can. Valid after the import has ended."""
         self._key = key
@@ -272,7 +272,7 @@ class TemplateProcess:
             environment=make_process_environment(process.make_temporary_directory(), self._key.full_environment),
             supervisor=os.getpid(),
         )
-        with tempfile.TemporaryFile() as file:  # a file, because the length of a message is limited
+        with tempfile.TemporaryFile() as file:  # send a file, because the length of a message is limited
             file.write(request.model_dump_json().encode())
             file.flush()
             file.seek(0)
@@ -360,7 +360,7 @@ class ForkSources:
             _end_in_background(template) if template.unsafe_reason is None else template.end()
 
     def close(self, *, is_used: bool) -> None:
-        """End the fork server and the templates. With `is_used`, do not wait, because forked processes still run."""
+        """End the fork server and the templates. If `is_used`, do not wait, since forked processes still run."""
         with self._guard:
             self._closed = True
             running: list[_ForkSource] = [*self._templates.values(), *([self._server] if self._server else [])]

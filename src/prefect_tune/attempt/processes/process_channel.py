@@ -55,7 +55,7 @@ _GROUP_POLL_SECONDS = 0.02
 _JOIN_BYTES = 64 * 1024
 
 # The executors set the environment variables of a slot; `runtime` sets those of a trial's child processes. A value in
-# `AttemptRequest.environment` must not be unique to a trial, because this trial would share no process and no import.
+# `AttemptRequest.environment` must not be unique to a trial, since no other trial could then use its process or import.
 
 # Libraries read these variables once, on import or first use, so a process serves only trials with the same values.
 READ_ONCE_VARIABLES = (
@@ -102,7 +102,7 @@ NO_EXTRA_ENV: Mapping[str, str] = MappingProxyType({})
 """No variables besides the environment of this process."""
 
 
-# The channel to one process, and the kinds of processes.
+# The channel to the thread or process that runs a trial, and the classes of such processes.
 
 
 class ProcessHandle(Protocol):
@@ -120,7 +120,7 @@ class TrialChannel:
     def __init__(self, connection: Connection, process: ProcessHandle, output: TrialOutput | None = None) -> None:
         """Args: output: the output of the process; None if the output is logged elsewhere."""
         self.connection, self._process, self._output = connection, process, output
-        """The connection: it is readable when a message arrives."""
+        """The connection, which becomes readable when a message arrives."""
         self._reader = _make_reader(connection)
         self._sending = threading.Lock()
         self.has_started = False
@@ -285,7 +285,7 @@ class SpawnedProcess(SupervisedProcess):
     def _kill(self) -> int:
         self._child.kill()
         code = self._wait_for_end(_EXIT_TIMEOUT)
-        return -signal.SIGKILL if code is None else code  # if None, an uninterruptible system call delays the exit
+        return -signal.SIGKILL if code is None else code  # None while an uninterruptible system call delays the exit
 
     def _end_process_group(self) -> None:
         """Send SIGTERM to the process group, then SIGKILL after 0.5 s, like a subreaper."""
@@ -299,7 +299,7 @@ class SpawnedProcess(SupervisedProcess):
 
 
 CRASH_SIGNALS = frozenset({"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"})
-"""The signals that the trainable or its libraries cause; SIGKILL is missing, because it comes from outside."""
+"""The signals of crashes that the trainable or its libraries cause; without SIGKILL, which comes from outside."""
 
 
 def make_process_end(code: int, output: str) -> ProcessEnd:
@@ -387,7 +387,7 @@ class RankGroup:
             self._messages_for_joiners.append(message)
 
     def receive(self, timeout: timedelta) -> tuple[int, FromTrial] | None:
-        """Return the next message with its rank; None after `timeout`. A `RankJoined` needs no further response.
+        """Return the next message with its rank; None after `timeout`. The caller need not answer a `RankJoined`.
 
         Raises:
             RankLostError: a rank is gone, and all its messages have been received; or the rank wrote invalid bytes.
@@ -457,7 +457,7 @@ class RankGroup:
     def end_rank(self, rank: int = 0) -> ProcessEnd:
         """End the process of a rank, and its descendants; return how it ended."""
         end = self._channels[rank].end()
-        if end.output and not self._channels[rank].last_output():  # the process was on another node
+        if end.output and not self._channels[rank].last_output():  # true only for a process on another node
             self._outputs[rank] = end.output
         return end
 
@@ -553,7 +553,7 @@ class _JoinSocket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The ranks of this node. Each node has the same number of processes."""
+    """Which ranks train on this node. Each node has the same number of processes."""
 
     processes: int = 1
     """The number of processes per node."""

@@ -24,8 +24,8 @@ _STOP_TIMEOUT = timedelta(seconds=5)
 _FIRST_NOTE_DELAY = timedelta(seconds=10)
 _CHUNK_BYTES = 64 * 1024
 _MAX_BURST_LINES, _MAX_LINES_PER_SECOND, _CHARACTERS_PER_LINE = 1000.0, 100, 1000  # a longer line counts as several
-_MAX_LAST_BYTES = 64 * 1024  # for all last lines together, after the process has exited
-_MAX_JOURNALED_BYTES = 8 * 1024  # for all last lines together, in the journal
+_MAX_LAST_BYTES = 64 * 1024  # of all last lines together, as `stop` returns them
+_MAX_JOURNALED_BYTES = 8 * 1024  # of all last lines together, as `last_lines` returns them for the journal
 _CATCH_UP_TIMEOUT = timedelta(seconds=0.5)
 
 
@@ -33,7 +33,7 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
     """A log that prefixes each message with `subject`, such as the trial, because a flow run's log has many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
-        super().__init__(cast("logging.Logger", log))  # `log` may be an adapter itself
+        super().__init__(cast("logging.Logger", log))  # `log` may be an adapter, too
         self.subject = subject
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
@@ -84,7 +84,7 @@ class TrialOutput:
     def start(self, descriptor: int) -> None:
         """Start a thread that logs the output in the caller's context, which determines the Prefect server."""
         stop_reader, self._stop_pipe = os.pipe()
-        # The thread reads a duplicate, which it closes, so that no other file gets the number while the thread reads.
+        # The thread reads and closes a duplicate, so that no other file gets the descriptor's number while it reads.
         self._source = os.dup(descriptor)
         work = (self._log_output, self._source, stop_reader)
         self._reader = threading.Thread(target=copy_context().run, args=work, name="trial-output", daemon=True)
@@ -99,7 +99,7 @@ class TrialOutput:
         return self._format_last_lines(_MAX_LAST_BYTES)
 
     def last_lines(self) -> str:
-        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s until it is read."""
+        """Return the last 20 lines of the output up to now, at most 8 KiB. Wait up to 0.5 s until all of it is read."""
         deadline = time.monotonic() + _CATCH_UP_TIMEOUT.total_seconds()
         while True:
             with self._read_lock:
@@ -158,7 +158,7 @@ def _count_readable_bytes(pipe: int) -> int:
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
-_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored: the bar's new state replaces the whole line anyway
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored, because a bar's new state replaces the whole line anyway
 _PARTIAL_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
 _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more than a million bytes
 _MAX_ROWS = 50
@@ -205,7 +205,7 @@ class OutputLineSplitter:
         self._rows, self._cursor_row = [""], 0
 
     def _add_text(self, piece: str) -> None:
-        """Append to the current line. When the line exceeds the limit, emit its beginning, and drop the rest."""
+        """Append `piece` to the current line. If the line exceeds the limit, emit its beginning, and drop the rest."""
         if not piece:
             return
         line = self._rows[self._cursor_row]

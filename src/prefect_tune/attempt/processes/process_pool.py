@@ -4,9 +4,9 @@
     forked    from a template, or from the fork server (see `fork_servers`) ◄───────────────────────┤ replaces it in
     started   on systems other than Linux (`SpawnedProcess`) ◄──────────────────────────────────────┘ the same attempt
 
-If a forked process does not begin its trial within 60 s, another process, which imports the trainable itself, replaces
-it, and the template forks no more trials. There are never more idle processes than free slots. An attempt whose
-`stop` event is set does not wait for a shared import.
+If a forked process does not begin its trial within 60 s, it is replaced by a process that imports the trainable itself,
+and the trainable's template ends. There are never more idle processes than free slots. An attempt whose `stop` event is
+set does not wait for a shared import.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from prefect_tune.terminal.formatting import append_last_output
 _KILL_TIMEOUT = timedelta(seconds=0.2)
 _EXIT_TIMEOUT = timedelta(seconds=5)
 _START_TIMEOUT = timedelta(seconds=60)
-"""After this time, a process that has not begun its trial is replaced: a lock held during its fork may block it."""
+"""After this time, a process that has not begun is replaced, because a lock that was held at its fork may block it."""
 _FIRST_REPORT_NOTE_DELAY = timedelta(minutes=10)
 _IDLE_TIMEOUT = timedelta(seconds=30)
 """How long a pool stays open after its last attempt, in case this worker gets the search's next attempt."""
@@ -111,7 +111,7 @@ class TrialProcessPool:
         Args:
             log: receives the lines that the process prints.
             environment: variables of this trial, which extend and override this process's environment.
-            stop: if set, the trial does not wait for a shared import of the trainable; its own process imports it.
+            stop: if set, the trial's process does not wait for a shared import, but imports the trainable itself.
 
         Raises:
             OSError: the process could not be created, for example for lack of memory or process ids.
@@ -182,7 +182,7 @@ class _PooledProcess:
         self.output = TrialOutput(log)
         self._end: ProcessEnd | None = None
         self.is_exiting = False
-        """Whether the process has sent the end of its last trial, so that it may be running `atexit` handlers."""
+        """Whether the process has sent the end of its last trial, and so may be running `atexit` handlers."""
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
@@ -204,7 +204,7 @@ class _PooledProcess:
 
 
 def _end_idle_processes(processes: Sequence[_PooledProcess]) -> None:
-    """Let all processes exit in parallel, because each may take time to clean up. Kill the rest after 5 s."""
+    """Let all processes exit in parallel, because each may take time to clean up. After 5 s, kill those that remain."""
     for idle in processes:
         idle.process.connection.close()
     deadline = Deadline.after(_EXIT_TIMEOUT)
@@ -222,7 +222,7 @@ class _PooledChannel(TrialChannel):
         self._pool, self._request = pool, request
         self._is_reused = idle is not None  # False after a message other than `TrainableLoaded`
         self._has_reported = self._closed = self.is_reusable = False
-        self._sent: list[ToTrial] = []  # sent before the first report; a replacement of the process gets them, too
+        self._sent: list[ToTrial] = []  # the messages before the first report; a replacement process gets them, too
         self._changing = threading.RLock()
         self._begin_deadline: Deadline | None = None
         self._wait_log: WaitLog | None = None
@@ -294,7 +294,7 @@ class _PooledChannel(TrialChannel):
     def _replace_process(self, reason: str | None = None, *, has_deadline: bool = True) -> None:
         """Use a new process, because the old one declined the trial, or was killed, failed or hung before a report.
 
-        An earlier trial in that process may have caused the failure: some settings can be made only once in a process.
+        An earlier trial in the old process may be the cause, because a process can make some settings only once.
         """
         end, request = self._pooled.end(), self._request
         if reason or end.exit_code != 0:

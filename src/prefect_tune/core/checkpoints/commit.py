@@ -18,9 +18,9 @@ a superseded owner creates is never used.
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. The name also holds the
   sequence of the save that sent the blob. By this sequence, `find_reusable_bytes` leaves out all blobs that a garbage
-  collection can delete, even one that has read an older state of the trial.
+  collection can delete, even a collection that works with an older state of the trial.
 - The directory must not change until all its files are read: `require_unchanged` checks this before the commit.
-- If the reply is lost, `publish_manifest` reads the manifest back, and recognizes its own manifest by the write id.
+- If the target's reply is lost, `publish_manifest` reads the manifest back, and recognizes its own by the write id.
 
 Never: create a manifest before all its blobs were seen on the target; create a manifest twice; replace a blob.
 
@@ -95,7 +95,7 @@ class ReusableBytes:
     """Bytes that are already on the target and cannot be garbage-collected during this save.
 
     `chunks` maps digests to chunks in blobs of a live checkpoint. `blobs` maps digests to paths of whole blobs, which
-    are of a live checkpoint or an interrupted save. `sizes` maps the path of each blob of the trial to its listed size.
+    belong to a live checkpoint or an interrupted save. `sizes` maps each blob path of the trial to its listed size.
     """
 
     chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def find_reusable_bytes(
     """Return the bytes that the next save of `trial` need not send again.
 
     A blob is reused only if the newest live checkpoint (`parent`) refers to it, or if its sequence is at least
-    `collected_up_to`, so that it was first written after the last retirement. Other blobs are not reused, because those
+    `collected_up_to`: then it was first written after the last retirement. Other blobs are not reused, because those
     that no checkpoint needs can be deleted at any time, even by a process that is thought to be dead.
 
     A chunk is reused only if the listing shows its blob at full size; otherwise the chunk is sent again. The blobs of a
@@ -291,7 +291,7 @@ def publish_manifest(store: ObjectStore, key: CheckpointKey, manifest: Manifest)
         stored = read_sealed(store, Manifest, key.manifest_path, CheckpointCorrupt)
         if stored is None or stored.metadata.write_id != manifest.metadata.write_id:
             raise AlreadyCommitted(f"{key.manifest_path}: holds a checkpoint of another write") from exists
-        return stored  # from an earlier try of this save, which may have reused other blobs
+        return stored  # an earlier try of this save created it, perhaps with other reused blobs
     return manifest
 
 
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the reads of the reused blobs that are due. A blob that a try of this save has sent is never due."""
+    """Return the requests with which this commit reads reused blobs back, but no blob that this save has sent."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index
@@ -343,7 +343,7 @@ def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: 
 
 
 def verify_range(store: ObjectStore, manifest: Manifest, read: RangeRead) -> FailedBlob | None:
-    """Read back the chunks of one request; return None if all match their digests, and the failed blob if not.
+    """Read back the chunks of one request; return None if all match their digests, otherwise the failed blob.
 
     A blob that cannot be read has failed, too, so the commit sends its bytes again.
 
@@ -380,7 +380,7 @@ class ExpectedParts:
 
     nodes: NodesKey
     term: int
-    """The term of the owner that saves the checkpoint."""
+    """The owner's term during the save."""
     node_numbers: tuple[int, ...]
     """The nodes that add a part."""
     start_wait: Callable[[], Callable[[], bool]]

@@ -108,7 +108,7 @@ def compute_blob_digest(chunks: Iterable[tuple[Digest, int]]) -> Digest:
     return hash_bytes("".join(f"{digest}:{length}\n" for digest, length in chunks).encode())
 
 
-_Count = Annotated[int, Field(ge=0, lt=2**53)]  # in the range of integers that all JSON readers and all stores support
+_Count = Annotated[int, Field(ge=0, lt=2**53)]  # all JSON readers and all stores support these integers
 
 
 class ChunkRef(Value):
@@ -272,7 +272,7 @@ def plan_reads(manifest: Manifest) -> Iterator[RangeRead]:
     """Yield the reads that together fetch every byte of the files in `manifest`.
 
     Adjacent and overlapping chunks share a read; bytes outside all chunks are not fetched. A read is never longer than
-    `BLOB_BYTES`, so a manifest from another program cannot exhaust the memory of this process with larger blobs.
+    `BLOB_BYTES`, so larger blobs, which only another program can have written, cannot exhaust this process's memory.
     """
     chunks_of_blob: dict[int, list[_PlacedChunk]] = {}
     for index, file in enumerate(manifest.files):
@@ -331,9 +331,9 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
 # User metadata can change after the checkpoint's commit: each change is a numbered version, created only if absent.
 #
 # The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists. If
-# a number became free, a slow writer could store its change under this low number, where no reader would find it.
+# one were deleted, a slow writer could store its change under the free, low number, where no reader would find it.
 
-_MAX_TRIES = 1000  # of `update_metadata`, while other writers are faster; usually the store's timeout comes first
+_MAX_TRIES = 1000  # `update_metadata` fails after so many faster writers; usually the store's timeout comes first
 
 
 class _MetadataVersion(Document):

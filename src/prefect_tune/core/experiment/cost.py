@@ -3,7 +3,7 @@
     slots * time of the runs  =  useful training + lost + start + restoring + saving + waiting + ending + idle
 
 A run begins when it takes over the experiment. It ends when its last slot is freed or, if killed, at its last live
-status. An attempt holds its slot from the search's request to start it until the search frees the slot. The time before
+status. An attempt holds its slot from the search's request for the attempt until the slot is free. The time before
 the attempt begins is "start"; the time after its last journal entry is "ending". An attempt whose end was not journaled
 ends with its run, or when the trial's next attempt begins; its training after its last commit is lost. All other time
 is idle. If an attempt outlives its run, the time that the attempt measures before the next run is added to the sum.
@@ -77,7 +77,7 @@ class AttemptCost:
 
     @property
     def rank_ends(self) -> Sequence[RankEnd]:
-        """The ends of the ranks that ended differently from the others."""
+        """How the ranks of the attempt ended; empty if nothing is recorded."""
         return self.usage.ends if isinstance(self.usage, GroupUsage) else ()
 
     @property
@@ -163,7 +163,7 @@ def compute_cost(experiment: Experiment, until: datetime) -> ExperimentCost:
 
 @dataclass(frozen=True, slots=True)
 class _RunSpan:
-    """When a run began and ended, by the clock of this run."""
+    """When a run began and ended, by the run's own clock."""
 
     term: int
     begin: datetime
@@ -191,7 +191,7 @@ def _compute_run_spans(experiment: Experiment, until: datetime) -> Sequence[_Run
 
 
 def _find_run_index(runs: Sequence[_RunSpan], record: AttemptRecord, began: datetime) -> int:
-    """Return the index of the run with the attempt's term; without one, that of the last run that began by `began`."""
+    """Return the index of the attempt's run: by its term, or else the last run that did not begin after `began`."""
     by_time = max((index for index, run in enumerate(runs) if run.begin <= began), default=0)
     return next((index for index, run in enumerate(runs) if run.term == record.term), by_time)
 

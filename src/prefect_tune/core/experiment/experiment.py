@@ -145,7 +145,7 @@ class Experiment(Value):
     stop_requests: tuple[str, ...] = ()
     """The write ids of the journaled stop requests, in the order of the requests' numbers, which begin at 1."""
     pending_stops: Mapping[str, AnyReason] = Field(default_factory=dict)
-    """The trials that must stop and have not ended yet, with the reason of each."""
+    """The trials that must stop and have not ended yet, each with the reason for its stop."""
     stop_reason: AnyReason = ""
     """Why the present owner stops the experiment early; empty if the owner does not stop it."""
     restarts: int = 0
@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last entry, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # write access to the target must not suffice to end another user's trial
+    if entry.writer == "non-owner":  # no user may end another's trial by write access to the target alone
         misplaced = [
             event.type
             for event in entry.events
@@ -227,7 +227,7 @@ def apply_event(experiment: Experiment, event: Event, number: int, writer: Write
         case OwnerChanged():
             return _apply_owner_change(experiment, event, number)
         case CheckpointsAdopted():
-            # From now on, no other unjournaled save of an attempt that ended with its owner can become a checkpoint.
+            # After this, no save of an attempt that ended with its owner can become a checkpoint, except adopted saves.
             for name in {**event.checkpoints, **event.last_known_steps}:
                 experiment = _replace_trial(experiment, apply_adoption(_require_trial(experiment, name), event))
             runs = extend_previous_run(experiment.runs, event.last_seen_at)
@@ -371,7 +371,7 @@ def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
     """Return `trials` with the new state of `trial`, and list its clones in the trials whose checkpoints they copy.
 
     Raises:
-        IllegalTransition: the bytes of a new clone may have been deleted, as no checkpoint or other clone keeps them.
+        IllegalTransition: no checkpoint or other clone keeps the bytes of a new clone, so they may have been deleted.
     """
     before, trials = trials.get(trial.id), trials.with_trial(trial)
     live, quarantined = trial.checkpoints, trial.quarantined_checkpoints

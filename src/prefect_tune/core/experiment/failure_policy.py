@@ -1,4 +1,4 @@
-"""Failure policy: two retry budgets, and the quarantine of a checkpoint from which every attempt crashes."""
+"""Failure policy: two retry budgets, and the quarantine of a checkpoint if the attempts that load it crash."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def decide_after_failure(trial: Trial, cause: Cause, policy: FailurePolicy) -> F
 
 
 def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: bool | None) -> Reason | None:
-    """Return why the error of `trial` ends the experiment, which has these `trials`; None if the experiment goes on."""
+    """Return why the error of `trial`, one of `trials`, ends the experiment; None if the experiment continues."""
     if fail_fast:
         return make_reason("fail-fast", trial=trial.id, error=summarize_error(trial.end_reason))
     return repeated_error_reason(trials) if fail_fast is None else None
@@ -101,8 +101,8 @@ def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: 
 def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     """Return why a search ends after three trials failed with the same error before their second step.
 
-    None if a trial has reported a second step or completed, or if an error differs. None also while a trial that began
-    before the third error still trains its first step.
+    None if a trial has reported a second step or completed, if an error differs, or while a trial that began before the
+    third error still trains its first step.
     """
     from prefect_tune.core.experiment.trial_transitions import Phase  # late, so that flows load no journal modules
 
@@ -137,8 +137,8 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
     True after an error of the import or the stop criterion, which the user may have fixed. Also true after too many
-    machine failures, unless the last one is that the owner vanished: a trial that crashes its machine each time must
-    not be retried forever, since the search would never finish.
+    machine failures, unless the owner vanished at the last one: a trial that crashes its machine each time must not be
+    retried forever, since the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True

@@ -53,7 +53,7 @@ class Cadence(Value):
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
-        """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
+        """Return whether to save now, if the last save was `steps` steps and the time `elapsed` ago."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
         return self.every_seconds is not None and elapsed.total_seconds() >= self.every_seconds

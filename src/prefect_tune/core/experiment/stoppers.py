@@ -33,7 +33,7 @@ from prefect_tune.core.search.space_json import NamedOptions
 from prefect_tune.core.values import StepReport, TrialId, get_metric, iter_leaves
 
 RAY_EQUIVALENTS = {"training_iteration": "'step'", "time_total_s": "pt.MaxTime(seconds)"}
-"""Ray Tune's names of values that every report has, and their equivalents here."""
+"""Ray Tune's names for values that every report has, each with the equivalent in this package."""
 
 
 class Stopper(NamedOptions, RenamedMembers, ABC):
@@ -270,7 +270,7 @@ def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: o
 
 
 def _convert_plateau_fields(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
-    """Convert the fields to Python values; raise unless `std` >= 0 and those in `minimums` are integers in range."""
+    """Convert the fields to Python values; require `std` >= 0, and integers in range in the fields of `minimums`."""
     convert_scalar_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
     if not (is_number_at_least(stopper.std, 0) and are_integers):
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(RenamedMembers, ABC):
-    """The state of an experiment's stopper. A replay repeats the calls of the running search. Calls must be fast."""
+    """An experiment stopper's state. A resume repeats all calls, except older training times. Calls must be fast."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -536,7 +536,7 @@ class _ExperimentPlateauState(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """The number of finished trials in a row, with the newest, after each of which the best losses were about equal."""
+    """How many trials in a row, up to the last one that finished, have left the best losses about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:

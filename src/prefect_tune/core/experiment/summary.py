@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #
 # The last report belongs to the newest checkpoint, which `Results.checkpoint` and `export` return. A comparison by the
 # best of all reports would favour noisy and long trials, would need the learning curves, and could choose a report that
-# has no checkpoint. Retention, too, uses `rank_checkpoints`, which compares the reports saved with the checkpoints.
+# has no checkpoint. Retention uses `rank_checkpoints`, which compares the reports saved with the checkpoints.
 
 Scope: TypeAlias = Literal["last", "all", "avg", "last-5-avg", "last-10-avg"]
 """In Ray Tune's words, the reports by which trials are compared: the last one, the best of all, or a mean."""
@@ -70,9 +70,9 @@ def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losse
 
 
 def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return the trials whose last reports have all metrics, and the losses, best first; equal trials keep their order.
+    """Return the trials whose last reports have all metrics, with losses, best first; equal trials keep their order.
 
-    A trial that has its last report from a clone comes after equal trials. Without an objective, the list is empty.
+    A trial whose last report belongs to a clone comes after equal trials. Without an objective, the list is empty.
     """
     if objective is None:
         return []
@@ -81,12 +81,12 @@ def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tu
 
 
 def sort_by_losses(scores: Iterable[tuple[_Item, Losses | None]]) -> list[tuple[_Item, Losses]]:
-    """Return the pairs that have losses, best first; pairs with equal losses keep their order."""
+    """Return the pairs whose losses are not None, best first; pairs with equal losses keep their order."""
     return sorted([(item, losses) for item, losses in scores if losses is not None], key=lambda pair: pair[1])
 
 
 def rank_checkpoints(checkpoints: Iterable[CheckpointRef], objective: Objective) -> list[CheckpointRef]:
-    """Return the checkpoints whose report has the objective's metrics, best first; equal ones keep their order."""
+    """Return the checkpoints whose reports have all metrics, best first; equally good checkpoints keep their order."""
     return [ref for ref, _ in sort_by_losses((ref, compute_losses(ref.metrics, objective)) for ref in checkpoints)]
 
 
@@ -186,7 +186,7 @@ class LearningCurves:
                 pass
 
     def get_curve(self, trial: str) -> Sequence[StepReport]:
-        """Return the reports of a trial, by step; empty if it has none."""
+        """Return the reports of a trial in the order of the steps."""
         reports = self._reports.get(trial, {})
         return [reports[step] for step in sorted(reports)]
 
@@ -198,7 +198,7 @@ _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def may_have_several_trials(state: Experiment) -> bool:
-    """Return whether `state` can have several trials; `durable_trainable` trains one trial, and stores no settings."""
+    """Return whether the experiment can have several trials; one of `durable_trainable` cannot, and has no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 
@@ -292,7 +292,7 @@ def format_status(status: str, step: int) -> str:
 
 
 def format_recomputed_steps(steps: int, *, at_least: bool) -> str:
-    """Return a number of recomputed steps as text; empty for 0."""
+    """Return the number of recomputed steps, such as `at least 3 steps`; an empty text for 0."""
     return f"{'at least ' * at_least}{pluralize(steps, 'step', 'steps')}" if steps else ""
 
 

@@ -73,8 +73,8 @@ class Status(StrEnum):
     PRUNED = "pruned"
     """The scheduler ended it early."""
     INTERRUPTED = "interrupted"
-    """It ended early, but not by its scheduler. Its run was stopped, suspended or killed; or its attempt failed and
-    will be retried; or a stop request ended it. A resume continues the trial, except after a stop request."""
+    """It ended early, but its scheduler did not end it: its run was stopped, suspended or killed; its attempt failed
+    and will be retried; or a stop request ended it. A resume continues the trial, except after a stop request."""
     ERRORED = "errored"
     """It failed and will not be retried: its retries are spent, or its failure is of a kind that is never retried."""
     RUNNING = "running"
@@ -148,13 +148,13 @@ class Trial(RenamedMembers, Value):
     quarantined_checkpoints: tuple[QuarantinedCheckpoint, ...] = ()
     """The quarantined checkpoints that were committed and are not retired; they can still be reinstated."""
     lost_checkpoint_count: int = 0
-    """How many checkpoints were quarantined and not reinstated. If any were, no supervisor starts from scratch."""
+    """How many checkpoints were quarantined and not reinstated. If it is not 0, no attempt starts from scratch."""
     next_sequence: int = 1
     """The sequence of the next save. Saves, retries, and events that invalidate running saves increase it."""
     adopted_up_to: int = 1
-    """A save with a sequence below this number never becomes a checkpoint, unless it is journaled already."""
+    """From now on, no save with a sequence below this number becomes a checkpoint."""
     collected_up_to: int = 0
-    """The first sequence after the last retirement. Older blobs are reused only if the newest checkpoint has them."""
+    """The first sequence after the last retirement. Earlier saves' blobs are reused only from the newest checkpoint."""
     clones: tuple[Clone, ...] = ()
     """The clones of its checkpoints, in all trials. Their bytes stay, even if this trial retires the checkpoints."""
     trainable_failures: int = 0
@@ -274,7 +274,7 @@ def newest_checkpoint_key(folder: TrialKey, trial: Trial) -> CheckpointKey | Non
 
 
 def compute_unsaved_seconds(trial: Trial, trained_seconds: float) -> float:
-    """Return the part of `trained_seconds` after the newest checkpoint."""
+    """Return how much of the training time `trained_seconds` was spent after the newest checkpoint."""
     newest = newest_checkpoint(trial)
     return max(0.0, trained_seconds - (newest.trained_seconds if newest else 0.0))
 
@@ -348,7 +348,7 @@ def predates_quarantine(trial: Trial, sequence: int) -> bool:
 
 
 def min_reusable_sequence(trial: Trial) -> int:
-    """Return the sequence from which on the next save may reuse blobs that no live checkpoint refers to.
+    """Return the lowest sequence whose blobs the next save may reuse although no live checkpoint refers to them.
 
     Blobs of saves before the last retirement can vanish at any time; blobs older than a quarantine may be damaged.
     """
@@ -383,7 +383,7 @@ NEXT_PHASE: Mapping[tuple[Phase, type[AnyTrialEvent | ExperimentForked]], Phase]
     (Phase.RUNNING, TrialPaused): Phase.PAUSED,
     (Phase.PAUSED, TrialResumed): Phase.PENDING,
     (Phase.PAUSED, TrialFinished): Phase.FINISHED,
-    # A pause can be decided after the attempt's end. A trial resumes without a pause if no other trial needs its slot.
+    # The scheduler may pause a trial whose attempt has ended, or resume it at once if no other trial needs the slot.
     (Phase.PENDING, TrialPaused): Phase.PAUSED,
     (Phase.PENDING, TrialResumed): Phase.PENDING,
     (Phase.RUNNING, TrialResumed): Phase.RUNNING,
@@ -433,7 +433,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
             changed = _apply_checkpoint_event(trial, event, writer)
     if phase is None or phase is trial.phase:
         return changed
-    closed = {"outbox": None} if is_running else {}  # an ended attempt posts nothing
+    closed = {"outbox": None} if is_running else {}  # the attempt has ended, so it posts nothing more
     return changed.model_copy(update={"phase": phase, **closed})
 
 
@@ -467,7 +467,7 @@ def apply_adoption(trial: Trial, event: CheckpointsAdopted) -> Trial:
 def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
     """Return the trial of a fork. Its only checkpoints are those in `forked`: copies, and clones of copied checkpoints.
 
-    Its sequences continue those of the origin. As after a retirement, a save that began in the origin is not committed.
+    Its sequences continue those of the origin. A save that began in the origin is not committed in the fork.
     """
     return trial.model_copy(
         update={
@@ -487,7 +487,7 @@ def apply_fork(trial: Trial, forked: ForkedTrial) -> Trial:
 
 
 def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
-    """Start the next attempt. If the trial has checkpoints, the attempt must start from a checkpoint."""
+    """Start the next attempt. It may start from scratch only if the trial has no live checkpoints."""
     recent = (item.checkpoint for item in trial.quarantined_checkpoints if item.since > trial.collected_up_to)
     candidates = (*trial.checkpoints, *recent)  # the restored checkpoint may have been quarantined meanwhile
     start = next((ref for ref in candidates if ref.sequence == event.from_sequence), None)
@@ -505,7 +505,7 @@ def _apply_attempt_start(trial: Trial, event: AttemptStarted) -> Trial:
     recomputed_steps = max(0, max(trial.step, trial.last_known_step or 0) - event.from_step)
     is_same_start = event.from_sequence == trial.restored_sequence
     records, beginning = trial.attempt_records, {"attempt": event.attempt, "began_at": event.at}
-    if records and records[-1].attempt == event.attempt:  # `SlotFreed` has added the record
+    if records and records[-1].attempt == event.attempt:  # `SlotFreed` was journaled first, and added the record
         records = (*records[:-1], records[-1].model_copy(update=beginning))
     else:
         if records and recomputed_steps:
@@ -586,7 +586,7 @@ def _apply_checkpoint_event(trial: Trial, event: _CheckpointEvent, writer: Write
         case CheckpointQuarantined(quarantined=False):
             return _reinstate_checkpoint(trial, event.sequence)
         case CheckpointQuarantined():
-            # Later saves must not reuse blobs that may be damaged. The owner's quarantine invalidates running saves.
+            # Older blobs may be damaged, so no later save reuses them. An owner's quarantine invalidates running saves.
             limit = trial.next_sequence + 1
             changes = {"quarantined_since_commit": trial.quarantined_since_commit + event.crashes_trainable}
             if writer == "owner" and not event.by_non_owner:
@@ -600,8 +600,8 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
     """Add the checkpoint, and retire the checkpoints that it replaces.
 
     If a checkpoint was quarantined during the save, the new checkpoint may share its damaged blobs. So the new one is
-    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of the quarantine, so
-    its commits retire nothing. The next attempt verifies a checkpoint at its start, so its commits retire checkpoints.
+    quarantined too, and the supervisor saves again. An attempt on another machine does not learn of the quarantine, and
+    may reuse damaged blobs, so its later commits retire nothing. The next attempt verifies first, so it retires again.
     """
     sequence = event.checkpoint.sequence
     committed = _add_saved_checkpoint(trial, event.checkpoint, event.seconds)
@@ -614,7 +614,7 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
 
 
 def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
-    """Continue from the clone. The trial's own steps do not count as recomputed; its retry budgets do not change."""
+    """Continue from the clone. Steps that the trial leaves behind do not count as recomputed; retry budgets stay."""
     clone = event.checkpoint
     return _add_checkpoint(trial, clone).model_copy(
         update={
@@ -656,7 +656,7 @@ def _add_checkpoint(trial: Trial, checkpoint: CheckpointRef) -> Trial:
 
 
 def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) -> Trial:
-    """Retire live or quarantined checkpoints, irreversibly; `limit` is the first sequence of later saves."""
+    """Retire live or quarantined checkpoints, irreversibly; later saves get the sequence `limit` or higher ones."""
     quarantined = trial.quarantined_checkpoints
     unlisted = {item.checkpoint.sequence for item in quarantined} & set(sequences)
     return trial.model_copy(
@@ -671,7 +671,7 @@ def _retire_checkpoints(trial: Trial, sequences: tuple[int, ...], limit: int) ->
 
 
 def _quarantine_checkpoint(trial: Trial, sequence: int, reason: AnyReason, since: int) -> Trial:
-    """Quarantine a checkpoint. If it is not live, only its sequence is listed, so it cannot be reinstated."""
+    """Quarantine a checkpoint. If it is not live, only its sequence is recorded, so it cannot be reinstated."""
     refs, sequences = [ref for ref in trial.checkpoints if ref.sequence == sequence], trial.quarantined_sequences
     quarantined = (QuarantinedCheckpoint(checkpoint=ref, since=since, reason=reason) for ref in refs)
     return trial.model_copy(

@@ -9,16 +9,16 @@ two writers is first. Processes need not know of each other, and there are no lo
     non-owner                                                     └─▶ 8 (events that a non-owner may add)
 
 - **Owner.** The last `OwnerChanged` names the owner. A process becomes the owner only by appending `OwnerChanged`
-  (`acquire_ownership`). Nothing renews ownership. An owner learns that it was replaced when its next entry is refused.
+  (`acquire_ownership`). Ownership does not expire. An owner learns that it was replaced when its next entry is refused.
 - **Non-owners** append only `NonOwnerEvent`, to quarantine or retire checkpoints, with `append_as_non_owner`. The field
   `writer` marks their entries. An owner that finds such an entry applies it, and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. That
-  try succeeded if the entry has the same bytes. `acquire_ownership` looks for its write id in the term's first entry.
+  try succeeded if the entry has the same bytes; for `acquire_ownership`, if the last term began with its write id.
 - **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
   it, that entry 1 still exists: see `generations`.
-- **Order.** An entry is durable before its effect: trials are answered, and bytes deleted, only after `append_events`.
+- **Order.** An entry is durable before its effect: trials are answered, and bytes deleted, only once it is written.
 
-Never replace an entry. Never delete an entry without its experiment. Never write an entry after a missing one, because
+Never replace an entry. Delete an entry only with its experiment. Never write an entry after a missing one, because
 the folder of an unmounted disk would accept it. Never treat an unknown outcome as success or failure.
 
 A snapshot is a cache of this fold. A snapshot that does not match the entries is discarded.
@@ -70,7 +70,7 @@ _MAX_RACES = 16
 
 
 def _read_if_exists(store: ObjectStore, path: str) -> Buffer | None:
-    """Return an entry's bytes; None if the entry does not exist. Raise JournalCorrupt if it is too large."""
+    """Return an entry's bytes, or None if the entry does not exist; raise JournalCorrupt if it is too large."""
     try:
         return read_document(store, path, JournalCorrupt)
     except ObjectNotFound:
@@ -272,7 +272,7 @@ def confirm_creation(store: ObjectStore, key: JournalKey, created: str) -> None:
     """Require that the first entry exists; if it does not, delete `created`, which is an entry or a post, and raise.
 
     A deletion deletes the first entry before anything else. So if the first entry still exists, no deletion had begun
-    when `created` was written. It also means that `created` is not in the empty folder of an unmounted disk.
+    when `created` was written; and `created` is not in the empty folder of an unmounted disk.
     """
     first = key.entry_path(1)
     try:
@@ -305,8 +305,8 @@ def acquire_ownership(
 ) -> Experiment:
     """Make `owner` the owner of the experiment: write an entry that begins a new term.
 
-    The entry also holds the events that `events_for` returns for the state before the new term. If `loaded` is an
-    earlier state, only later entries are read; if there are none, its last entry is checked. If `loaded` has no entries
+    The entry also holds the events that `events_for` returns for the state before the new term. If an earlier state is
+    given as `loaded`, only later entries are read; if there are none, its last entry is checked. If `loaded` is empty
     (see `make_empty_experiment`), the journal is read only if another process has written to it.
 
     If the present owner or another new owner writes an entry first, this function reads it and tries the next number.
@@ -378,9 +378,9 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 # line of a snapshot is JSON that holds the experiment without its trials; a line for each trial follows. The interval
 # between two snapshots grows with the experiment, so that writing snapshots costs about as much as writing the entries.
 #
-# Only the entries count: if a snapshot is lost, damaged, of other entries or of another version, reading only takes
-# longer. So any process may write a snapshot late, twice or never, and a failed write is ignored. A reader compares the
-# digest in a snapshot with its entry, because an experiment that was deleted by hand may have left the snapshot.
+# Only the entries count: if a snapshot is lost or damaged, or belongs to other entries or another version, reading just
+# takes longer. So any process may write a snapshot late, twice or never, and a failed write is ignored. Readers compare
+# a snapshot's digest with that of its entry, because an experiment that was deleted by hand may have left the snapshot.
 
 _TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200

@@ -2,15 +2,15 @@
 
 The idea: the attempt creates the objects of its outbox, numbered from 1, each only if its number is free. A post is
 durable when `write_post` returns, whether or not a search runs. The owner journals the posts in order, then deletes
-them. The journal counts the posts, so it holds the events of each once. To fence off the attempt, the owner creates the
+them. The journal counts the posts, so it holds each event once. To fence off the attempt, the owner creates the
 object with the next free number, the end of the outbox. So the target decides whether this end or a post is first.
 
     attempt     1 AttemptStarted ─ 2 ─ 3 CheckpointCommitted        4 refused: closed → Superseded, the attempt stops
     owner       journals 1, 2 …      closes: reads 3, creates ─▶ 4
 
-- **One execution.** A second process with the request of this attempt finds a post 1 whose write id is not its own, and
+- **One execution.** If a second process runs the same attempt, it finds that post 1 has another process's write id, and
   stops. Therefore, post 1 is deleted only with its experiment.
-- **Closing** may be repeated, by one owner or by several, since whoever finds the end has read all earlier posts.
+- **Closing** may be repeated, by one owner or by several, because each of them reads all posts before it finds the end.
 - **A late post** comes from a request that seemed lost. If the end has the same number, the late post is refused. If a
   post of the same number was journaled and deleted, no process reads the late post.
 - **Deletion.** A post counts only once its writer has checked, after creating it, that entry 1 of the journal exists.
@@ -38,7 +38,7 @@ from prefect_tune.core.values import WriteStamp
 
 _MAX_RACES = 16
 MAX_POSTS_PER_READ = 200
-"""The most posts that one call reads; this takes seconds on an object store, far less than any reader's timeout."""
+"""The most posts that `read_posts` returns; reading so many takes seconds on an object store, less than any timeout."""
 
 
 class Post(Document):
@@ -108,7 +108,7 @@ class ClosedOutbox:
 
     posts: Sequence[Post]
     damage: str = ""
-    """The damage of the first unreadable post; empty if there is none. `posts` has only the posts before the damage."""
+    """What is wrong with the first unreadable post; empty if all can be read. `posts` ends before that post."""
 
 
 def close_outbox(
@@ -129,7 +129,7 @@ def close_outbox(
             post = read_post(store, trial, outbox, number)
         except (JournalCorrupt, UnknownVersion) as unreadable:
             damage = damage or str(unreadable)
-            # Posts after the damage do not count, so skip to the last object, which may be the end.
+            # Posts after an unreadable one do not count, so skip to the last object, which may be the end.
             number = max(number + 1, *(document_number(folder, listed.path) or 0 for listed in store.list(folder)))
             continue
         if post is not None and not post.closed_by:

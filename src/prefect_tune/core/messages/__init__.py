@@ -1,1 +1,1 @@
-"""JSON messages: to and from a trial's process, replies to remote trials, stop requests."""
+"""JSON messages to and from a trial's process, and between machines: answers to trials, stop requests, live status."""

@@ -139,7 +139,7 @@ AnyOutcome: TypeAlias = Annotated[Outcome, Field(discriminator="type")]
 
 
 class StopTrial(Value):
-    """Ends the attempt now, even if the trial continues later. Sent as a milestone's decision, or at other times."""
+    """Ends the attempt now; the trial may continue later. Sent as the decision at a milestone, or at any other time."""
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
@@ -149,7 +149,7 @@ class StopTrial(Value):
 
 
 class StartReceived(Value):
-    """The process has begun the attempt. From now on, its time counts as the trainable's time, including the import."""
+    """The process has begun the attempt. From now on, all time counts as the trainable's, also that of the import."""
 
     type: Literal["start-received"] = "start-received"
 
@@ -178,7 +178,7 @@ class StepDone(Value):
     finish_reason: AnyReason | None = None
     """Why the trial finishes with this step; None if it awaits a decision or goes on. Journaled with the checkpoint."""
     seconds: PhaseSeconds | None = None
-    """The seconds since the trainable was loaded."""
+    """The seconds since the trainable was loaded, by phase."""
 
 
 class CheckpointPart(Value):
@@ -199,7 +199,7 @@ class RankMetrics(Value):
     step: int
     metrics: Mapping[str, object]
     returned: bool = False
-    """Whether the function returned these metrics. If so, the rank ends, and does not wait for rank 0."""
+    """Whether the function trainable returned these metrics. If so, the rank ends, and does not wait for rank 0."""
 
 
 class MeanMetrics(Value):
@@ -229,7 +229,7 @@ class TrainingEnded(Value):
     awaits_reuse: bool = False
     """Whether the process waits to run another trial with the same trainable."""
     seconds: PhaseSeconds | None = None
-    """The seconds since the trainable was loaded; None if it was not loaded."""
+    """The seconds since the trainable was loaded, by phase; None if it was not loaded."""
 
     @property
     def has_returned(self) -> bool:
@@ -245,7 +245,7 @@ class RankCommand(Value):
     save: bool = False
     """Whether the ranks save now, and then wait for another command; ranks that are in `pt.report` ignore this flag."""
     stop: bool = False
-    """Whether a stop is requested; a function reads this flag as `should_checkpoint`."""
+    """Whether a stop is requested; a function trainable reads this as `pt.get_trial().should_checkpoint`."""
     outcome: AnyOutcome | None = None
     """How the trial ends with this step; None if it continues."""
 

@@ -94,8 +94,8 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 #
 # The owner looks only for the request after the last journaled request, so that a poll costs one read. It journals the
 # write id of a request, then acts on the request, and then deletes the object. The requesting process looks for its
-# write id in the journal. If the journal has another id under the number of its request, the request is lost: its
-# number is that of an earlier, deleted request, and the owner reads no number twice.
+# write id in the journal. If the journal has another id under the number of its request, the request is lost: an
+# earlier request, deleted since, had the same number, and the owner reads no number twice.
 
 
 class StopRequest(Document):
@@ -168,11 +168,11 @@ def make_stop_event(experiment: Experiment, request: StopRequest) -> StopRequest
 
 # The live status of a search: an object on the target that tells readers which trials the journal's owner runs.
 #
-# No decision depends on it. During the search, the owner writes the status every few seconds as a new object, and
-# deletes the previous object, so that the cost does not depend on the number of steps. The path contains the owner's
-# term, so that owners never write to one another's objects, and readers ignore the object of an earlier owner. The
-# owner deletes its last object when its trials have ended. If the owner is killed, its last object stays until the next
-# owner deletes it; the time in the object shows how old the status is.
+# No decision depends on it. During the search, the owner writes the status not at each step, which would cost more, but
+# every few seconds, as a new object; then it deletes the previous object. The path contains the owner's term, so that
+# owners never write to one another's objects, and readers ignore the object of an earlier owner. The owner deletes its
+# last object when its trials have ended. If the owner is killed, its last object stays until the next owner deletes it;
+# the time in the object shows how old the status is.
 
 
 class RunningAttempt(Value):
@@ -196,9 +196,9 @@ class LiveStatus(Document):
     version: Literal[2] = 2
     term: int
     owner: Owner | None
-    """The owner that wrote the status. An owner of a deleted experiment of the same name may have had the same term."""
+    """The owner that wrote the status; in a deleted experiment of the same name, another may have had this term."""
     number: int
-    """Counts the objects of this owner, from 1."""
+    """The number of this object among those of this owner, from 1."""
     at: str
     run_at: str | None = None
     """The same moment as `at`, but by the run's clock, which is never adjusted; used only for the cost."""
@@ -298,7 +298,7 @@ def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> Ex
 
 
 def _list_running_attempts(live: LiveStatus | None, experiment: Experiment) -> Mapping[str, RunningAttempt]:
-    """Return, by trial, the attempts of `live` that still run according to the (possibly newer) journal."""
+    """Return, by trial, those attempts of `live` that, according to the (possibly newer) journal, still run."""
     live_attempts = {attempt.trial: attempt for attempt in live.trials} if live is not None else {}
     pairs = ((attempt, experiment.trials.get(name)) for name, attempt in live_attempts.items())
     return {
@@ -423,7 +423,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt and its address; None if the attempt is below `at_least`, or no address is readable."""
+    """Return the newest attempt, with its address; None if that is unreadable, or if the number is below `at_least`."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:
@@ -435,7 +435,7 @@ def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> t
 
 
 def list_node_objects(store: ObjectStore, trial: TrialKey, last_attempt: int) -> Sequence[ListedObject]:
-    """Return the nodes' objects of attempts up to `last_attempt`; no process needs the objects of an ended attempt."""
+    """Return what the nodes of attempts up to `last_attempt` stored; no process needs the objects of ended attempts."""
     return [
         listed
         for listed in store.list(trial.nodes_folder)

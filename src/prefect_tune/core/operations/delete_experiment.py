@@ -2,10 +2,10 @@
 
     new owner, writes `DeletionStarted` ──► marker of the next generation ──► first entry ──► all other objects
 
-The deletion becomes the owner of the journal, so the old owner's next write fails, and no other process can become the
-owner. Then the deletion ends the generation (see `generations`): the name is free, and all objects of the generation
-are garbage, which maintenance or a later deletion of the same name may collect, too. An attempt on another machine
-fails at its next post, because the first entry is missing. No other experiment refers to the deleted objects.
+The deletion becomes the owner of the journal, so the old owner's next write fails, and only another deletion can become
+the owner. Then the deletion ends the generation (see `generations`): its name is free, and all its objects are garbage,
+which maintenance or a later deletion of the same name may collect, too. An attempt on another machine fails at its next
+post, because the first entry is missing. No other experiment refers to the deleted objects.
 
 A deletion is bound to the generation that it found. If its process hangs, another process may finish the deletion, and
 the name may be used again. If the first process then goes on, it finds only garbage to delete.
@@ -54,7 +54,7 @@ def delete_generation(store: ObjectStore, experiment: JournalKey, owner: Owner, 
         writers = _list_other_writers(store, state, owner)
         end_generation(store, experiment, at=stamp.at, by=str(owner), writers=writers)
     deleted = 0
-    for _ in range(_MAX_ROUNDS):  # repeated, because superseded processes may still write
+    for _ in range(_MAX_ROUNDS):  # repeated, because processes of a superseded owner may still write
         if not (deleted_objects := delete_earlier_objects(store, experiment.experiment, experiment.generation + 1)):
             return deleted
         deleted += len(deleted_objects)
@@ -81,7 +81,7 @@ def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Seq
     """Return the identities of all owners that the experiment has had, except those in `by`'s flow run or process."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an old entry, replaced by a snapshot, is damaged; the marker then names no other writer
+    except JournalCorrupt:  # an entry older than the snapshot is damaged, so the marker names no other writer
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

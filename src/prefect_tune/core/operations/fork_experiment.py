@@ -99,7 +99,7 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, the owner writes it
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, it is in an owner's entry
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
                     past_events.append(event.model_copy(update={"last_seen_at": None}))  # a time in the origin's run
@@ -179,7 +179,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return the fork's checkpoints, as their keys in the origin."""
+    """Copy the checkpoints that the origin still uses; return all that the fork now has, as keys in the origin."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)

@@ -37,8 +37,8 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 #
 # A journal's owner quarantines a checkpoint if it finds damage during a restore. Any other process that finds damage
 # writes an entry to the journal as a non-owner, so the owner stays the owner. From then on, the owner does not restore
-# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. An entry is better
-# than a request, which would need a running owner, and than a separate document, a second source of truth.
+# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. A request instead
+# of an entry would need a running owner; a separate document would be a second source of truth.
 #
 # A key names a manifest. Several trials may use the same key: the trial that saved the checkpoint, and the trials that
 # have a clone of it. The checkpoint is quarantined, and reinstated, in all these trials.
@@ -53,7 +53,7 @@ def quarantine_in_journal(
 ) -> Sequence[CheckpointKey]:
     """Quarantine checkpoints of an experiment, each with its damage as the reason; return the quarantined keys.
 
-    Checkpoints that were retired meanwhile are left out. Idempotent.
+    Checkpoints that were retired meanwhile are left out. A second call changes nothing.
 
     Raises:
         JournalCorrupt, UnknownVersion: see `load_experiment`.

@@ -2,7 +2,7 @@
 
 There is no grace period, and no reachable object is deleted. An unreachable object may be deleted once a barrier of
 its trial is journaled after the object's save began; each retirement is a barrier (see `is_deletable_checkpoint`). No
-name is written twice, so a late deletion, by a process or request that seemed lost, cannot delete a newer object.
+object name is used twice, so a late deletion, by a process or request that seemed lost, cannot delete a newer object.
 
 - **The owner** writes retirements, which are barriers, and deletes the retired checkpoints (`delete_retired_objects`).
 - **A non-owner**, such as maintenance, collects whole trials (`collect_experiment_garbage`). While no attempt of a
@@ -13,7 +13,7 @@ name is written twice, so a late deletion, by a process or request that seemed l
 - **A clone** is an entry, not an object: it keeps the bytes of its origin, a checkpoint of another trial, even if the
   origin is retired. Once the last clone of a retired origin is retired, the origin is deleted like any other checkpoint
   of its trial (`find_collectable_origins`).
-- **Messages.** The posts of trials on other machines, and the replies to them, are also stored on the target. The
+- **Messages.** The posts of trials on other machines, and the answers to them, are also stored on the target. The
   numbers of attempts and outboxes only increase, so the messages of an ended attempt may be deleted at any time.
 """
 
@@ -115,8 +115,8 @@ def find_leftover_manifests(
 ) -> Sequence[CheckpointKey]:
     """Return the keys of manifests of retired checkpoints, and of manifests that were never committed.
 
-    Includes manifests that clones still need; the caller must keep these. Excludes manifests at or after the trial's
-    barrier, which may belong to a running save. `listed` are the objects in `trial.checkpoints_folder`.
+    Includes manifests that clones still need; the caller must keep these. Excludes manifests of saves that began after
+    the trial's last barrier, and may still be running. `listed` are the objects in `trial.checkpoints_folder`.
     """
     limit = max(state.adopted_up_to, state.collected_up_to)
     if limit <= 1:
@@ -132,7 +132,7 @@ def find_orphan_blobs(
 ) -> Sequence[ListedObject]:
     """Return the blobs that no live checkpoint and no clone needs, and that no save will reuse.
 
-    Such blobs, which an interrupted save or a deleted unreadable manifest has left, may be deleted at any time.
+    An interrupted save, or the deletion of an unreadable manifest, leaves such blobs. They may be deleted at any time.
     Excludes blobs of quarantined checkpoints, which may be reinstated. `listed` are the objects in
     `trial.blobs_folder`, or those of them that are still candidates.
 
@@ -193,11 +193,11 @@ class TrialGarbage:
 
     trial: str
     checkpoints: tuple[int, ...] = ()
-    """The steps of retired checkpoints."""
+    """The steps of the retired checkpoints that are garbage."""
     orphan_count: int = 0
     orphan_bytes: int = 0
     undecided_count: int = 0
-    """The number of kept manifests: a clone needs them, or a running save may until the trial's next barrier or end."""
+    """The number of manifests that stay, because a clone needs them, or because they may belong to a running save."""
     message_count: int = 0
     """The number of messages: answers to ended attempts, objects of these attempts' nodes, and journaled posts."""
     kept_reason: str | None = None
@@ -228,7 +228,7 @@ class ExperimentGarbage:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the garbage except retired checkpoints, whose size is unknown."""
+        """The size of the garbage except retired checkpoints and messages, whose sizes are not counted."""
         return sum(item.size_bytes for item in self.earlier_objects) + sum(item.orphan_bytes for item in self.trials)
 
 
@@ -396,7 +396,7 @@ def retire_unkept_checkpoints(
 ) -> Sequence[CheckpointsRetired]:
     """Write the retirements of `plan_retirements` in one entry; return them. `collect_trial_garbage` deletes the bytes.
 
-    If a trial runs again by then, nothing is retired, because the owner's retention applies. A dry run writes nothing.
+    Retires nothing if a trial runs again meanwhile: then the owner's retention applies. A dry run writes nothing.
 
     Raises:
         StoreRefused: the target supports only one writer.

@@ -172,7 +172,7 @@ class StoppingSchedule(RungSchedule):
     """
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        del trial  # its losses stay at the rungs for comparisons
+        del trial  # its losses stay at the rungs, so that later trials are compared with them
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
         rung = progress.rungs[progress.rung_index]
@@ -192,9 +192,9 @@ class StoppingSchedule(RungSchedule):
 class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
-    A trial that reaches a rung continues without a pause if a free slot would go to it. So that even a small search
-    trains one trial to the end (if none fails), the best trial of the highest rung with paused trials resumes once no
-    new trial is available, all trials are paused or ended, and none was promoted from a bracket's last rung.
+    A trial that reaches a rung continues without a pause if a free slot would go to it. Even a small search trains one
+    trial to the end (if none fails): once no new trial is available, all trials are paused or ended, and none was
+    promoted from a bracket's last rung, the best trial of the highest rung with paused trials resumes.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -237,7 +237,7 @@ class PromotionSchedule(RungSchedule):
         self._active_trials.discard(trial)
 
     def _decide_at_rung(self, trial: TrialId, progress: TrialProgress, loss: float) -> Decision:
-        self._clear_pause(trial)  # at an earlier rung, where a trial that reports is no longer paused
+        self._clear_pause(trial)  # a trial that reports is no longer paused at an earlier rung
         rung = progress.rungs[progress.rung_index]
         record = rung.add_trial(trial, loss)
         progress.paused_at = (rung, record)

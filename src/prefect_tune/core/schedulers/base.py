@@ -1,7 +1,7 @@
-"""The interface of schedulers. A scheduler decides on trials at milestones; the same history gives the same decisions.
+"""The interface of schedulers. At milestones, a scheduler decides about trials; equal histories give equal decisions.
 
 `FIFO` lets every trial continue. To add a scheduler, write a file in this folder, and a line in `registry.py`
-(CONTRIBUTING, *Add a scheduler*). Two examples: `StoppingSchedule` in `asha.py`, and `median_stopping.py`.
+(CONTRIBUTING, *Add a scheduler*). For examples, see `StoppingSchedule` in `asha.py`, and `median_stopping.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TrialReport:
     report: StepReport
     """The step, its metrics, and the training time up to this step."""
     config: Mapping[str, Any] | None = None
-    """The trial's configuration; None if unchanged since `on_trial_added` or since the trial's last `Exploit`."""
+    """The trial's configuration; None if it has not changed since `on_trial_added` or the trial's last `Exploit`."""
 
 
 class Scheduler(NamedOptions, RenamedMembers, ABC):
@@ -109,11 +109,11 @@ class Schedule(RenamedMembers, ABC):
         on_trial_resumed("a"), next_milestone("a", 3) → 9, decide("a" at step 9) → Stop(early=False); on_trial_ended
         next_trial_to_stop() → ("c", Stop), on_trial_ended("c"), and the same for "b"
 
-    A resumed experiment replays the journal, in its order, to a new schedule: each `on_trial_added`, `decide`,
-    `on_trial_resumed` and `on_trial_ended`. The replay ignores what `decide` returns, because the journaled decisions
-    were carried out already. Afterwards, the new schedule must be in the same state as the old one. So a schedule reads
-    no clock, and gets random numbers only from the seed of `begin`. If the user changes the scheduler, the new one may
-    decide differently: `on_trial_resumed` is called for trials that only the old one paused; pruned trials stay pruned.
+    When an experiment resumes, its journal is replayed to a new schedule: `on_trial_added`, `decide`,
+    `on_trial_resumed` and `on_trial_ended` are called again, in the order of the journal. What `decide` returns is then
+    ignored, because the journaled decisions were carried out already. Afterwards, the new schedule must be in the same
+    state as the old one. So a schedule reads no clock, and derives random numbers only from the seed of `begin`. If the
+    user changed the scheduler, `on_trial_resumed` may name trials that only the old one paused; pruned ones stay so.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -185,7 +185,7 @@ class Schedule(RenamedMembers, ABC):
 
     @abstractmethod
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Record that a trial ended, for whatever reason. Called once for each end."""
+        """Record that a trial ended, for whatever reason. Called each time a trial ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class _FifoSchedule(Schedule):
         del trial
 
 
-# Helpers for all schedulers: the loss of a report, and its display.
+# Helpers for all schedulers: compute the loss of a report, and convert a loss to the metric's value for messages.
 
 
 def compute_loss(trial_report: TrialReport, objective: Objective) -> float:
@@ -224,10 +224,10 @@ def compute_loss(trial_report: TrialReport, objective: Objective) -> float:
 
 
 def loss_to_metric(loss: float, objective: Objective) -> float:
-    """Return the value of the objective's metric that has this loss."""
+    """Convert a loss back to the value of the objective's metric."""
     return loss if objective.modes[0] == "min" else -loss
 
 
 def make_metric_reason_arguments(loss: float, objective: Objective) -> dict[str, object]:
-    """Return the arguments `metric` and `value` of a reason: the objective's metric, and its value for this loss."""
+    """Return the arguments `metric` and `value` of a reason: the metric's name, and its value for this loss."""
     return {"metric": objective.metrics[0], "value": loss_to_metric(loss, objective)}

@@ -38,9 +38,9 @@ class Bracket:
     """The steps of the rungs. Training ends at the last rung, without a comparison."""
     reduction_factor: float
     rung_index: int = 0
-    """The index of the present rung, to which the trials train now."""
+    """The index of the present rung, that is, of the rung to which the trials now train."""
     trial_count: int = 0
-    """At the first rung, the number of trials that entered the bracket; later, the number promoted to this rung."""
+    """At the first rung, the number of trials that entered the bracket; later, the number promoted to the rung."""
     training: set[TrialId] = field(default_factory=set)
     """The trials that have not reached the present rung; some of them may wait for a slot."""
     reached: dict[TrialId, float] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Hyperband(Scheduler):
 
     Args:
         max_t: the step at which every trial ends.
-        reduction_factor: the ratio of a rung's step to the previous rung's; 1 / `reduction_factor` of trials continue.
+        reduction_factor: each rung's step divided by the previous one's. 1 / `reduction_factor` of the trials continue.
     """
 
     max_t: int = field(metadata={"example": 81})
@@ -134,7 +134,7 @@ class Hyperband(Scheduler):
 
 
 class _HyperbandSchedule(Schedule):
-    """The brackets, and the trials of decided rungs that wait to be resumed or stopped."""
+    """The brackets, and the trials that wait to be resumed or stopped because their rung is decided."""
 
     def __init__(
         self, plans: Sequence[tuple[int, Sequence[int]]], reduction_factor: float, objective: Objective
@@ -181,11 +181,11 @@ class _HyperbandSchedule(Schedule):
         bracket = self._filling_bracket
         if self._to_resume or not (self._lacks_new_trials and bracket) or bracket.is_full or bracket.training:
             return self._get_first_to_resume()
-        return bracket.find_best_trial()  # this trial continues, because the bracket will never be full
+        return bracket.find_best_trial()  # no trial can fill the bracket: its rung is decided once this trial resumes
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_by_trial.get(trial)
-        # If another scheduler paused the trial, decide this bracket now, so that the trial need not wait for others.
+        # It resumes before its rung is decided (no new trials, or another scheduler's choice), so close the bracket.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._decide_rung_if_complete(bracket)

@@ -32,9 +32,9 @@ class MedianStopping(Scheduler):
     """Prune a trial whose best result is worse than the median of the other trials' averages up to the same step.
 
     Every `interval` steps, from `grace_period` on, the trial's best loss since its first step is compared with the
-    median of the mean losses (since `grace_period`) of the other trials that have reached this step. While fewer than
-    `min_samples_required` other trials have reached it, the trial continues. Best and mean losses use only every
-    `interval`-th report; with `interval=1`, they use all, and each step waits for a decision. `ASHA` has an example.
+    median of the mean losses (since `grace_period`) of the other trials that have reached the same step. While fewer
+    than `min_samples_required` others have reached it, the trial continues. Best and mean losses use only every
+    `interval`-th report; with `interval=1`, training waits for a decision at each step. For an example, see `ASHA`.
 
     With `min_time_slice`, a trial that cannot be compared yet gives up its slot after that many steps, and resumes when
     enough others have reached its step. So comparisons start early even with few slots. A pause needs checkpoints.
@@ -70,7 +70,7 @@ class _TrialHistory:
     """The index of the last milestone with a decision; before the first decision, the index for step 0."""
     loss_count: int = 0
     loss_sum: float = 0.0
-    """The sum of the `loss_count` losses since the grace period."""
+    """The sum of the losses from `grace_period` on; there are `loss_count` of them."""
     best_loss: float = math.inf
     """The best loss since the first step."""
     slot_since_step: int = 0
@@ -140,7 +140,7 @@ class _MedianStoppingSchedule(Schedule):
         self._lacks_new_trials = True
 
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Remove a trial from the paused trials. Other trials are still compared with its losses."""
+        """Remove an ended trial from the paused trials. Other trials are still compared with its losses."""
         self.on_trial_resumed(trial)
 
     def _find_milestone_index(self, step: int) -> int:

@@ -63,8 +63,8 @@ _NO_CHANGE = "this mutation changes nothing. Remove it, and set the value in the
 class Explorer:
     """Changes a configuration: each value is either resampled (with `resample_probability`) or multiplied by a factor.
 
-    An option is not multiplied, but replaced by its next or previous option; the first and the last may stay. A value
-    outside of its domain is clipped to the domain's end. An integer, or a number with a step `q`, moves by at least one
+    An option is not multiplied, but replaced by the next or previous one; at an end of the list, it may stay. A value
+    outside of its domain is moved to the nearest end. An integer, or a number with a step `q`, changes by at least one
     step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
     real 0 without a step is resampled, as no factor changes it. Functions are called last, with the changed values.
     """
@@ -93,7 +93,7 @@ class Explorer:
         is_resampled = seeded_random.draw_uniform(self.seed, *purpose, "again") < self.resample_probability
         factor = self.factors[seeded_random.draw_integer(len(self.factors), self.seed, *purpose, "factor")]
         drawn = domain.draw_at(seeded_random.draw_uniform(self.seed, *purpose, "value"))
-        if isinstance(domain, Choice):  # a factor above 1 moves to the next option, any other to the previous option
+        if isinstance(domain, Choice):  # a factor above 1 selects the next option, any other factor the previous one
             indexes = (index for index, option in enumerate(domain.options) if are_json_equal(option, value))
             if is_resampled or (index := next(indexes, None)) is None:
                 return domain.options[int(drawn)]
@@ -335,7 +335,7 @@ class _PbtSchedule(Schedule):
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
-        if member.paused_at_step is not None:  # if None, the trial continues in its slot after an exploit
+        if member.paused_at_step is not None:  # if it is None, the trial has exploited another, and keeps its slot
             member.has_just_exploited = False
         self._unpause_trial(trial, member)
 

@@ -53,7 +53,7 @@ class Search(NamedOptions, ABC):
         """Return the state of the search in an experiment that has no trials yet.
 
         Raises:
-            InvalidInput: the space has a domain that this search does not support, or the objective is missing.
+            InvalidInput: the search does not support a domain of the space, or needs an objective, but gets None.
         """
 
     def trial_count(self, space: Space) -> int | None:
@@ -65,8 +65,8 @@ class Search(NamedOptions, ABC):
 class SearchState(RenamedMembers, ABC):
     """The state of a search: a deterministic function of the sequence of calls.
 
-    Trials are numbered from 0, in the order of their proposals. A resumed experiment replays the journal, in its order,
-    to a new instance: it repeats each `on_report` and `on_trial_ended`, and calls `restore_trial` instead of `suggest`.
+    Trials are numbered from 0, in the order of their proposals. When an experiment resumes, a new instance gets the
+    same calls, in the order of the journal, but `restore_trial` in place of each `suggest` that proposed a trial.
     Afterwards, the new instance must suggest what the old one would. So draw the values of trial `number` from a
     generator seeded by (seed, number), and keep no generator from one trial to the next.
     """
@@ -96,7 +96,7 @@ class SearchState(RenamedMembers, ABC):
         del number
 
     def on_trial_ended(self, number: int, report: StepReport | None, *, failed: bool) -> None:
-        """Record a trial's end and its last report, if any. If the trial ends once more later, the last call counts."""
+        """Record a trial's end and its last report, if any. If the same trial ends again, the last call counts."""
         del number, report, failed
 
     def add_prior_trial(self, config: Mapping[str, object], report: StepReport, *, stopped: bool) -> bool:

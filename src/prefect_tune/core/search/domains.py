@@ -24,9 +24,9 @@ from prefect_tune.core.values import HasJsonForm
 
 Scale: TypeAlias = Literal["linear", "log"]
 
-_QUANTILE_COUNT = 1 << 53  # how many quantiles exist, and how many steps a float can distinguish
+_QUANTILE_COUNT = 1 << 53  # the number of different quantiles, and of the steps that a float can tell apart
 _MAX_INTEGER = 1 << 64
-_MAX_SIGMAS = 10  # a draw at a quantile of 53 bits is within 8.3 standard deviations
+_MAX_SIGMAS = 10  # more than enough: at no quantile of 53 bits is a value over 8.3 standard deviations from the mean
 _TOLERANCE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
@@ -151,7 +151,7 @@ class Normal(_SpaceNode):
         return _format_call(*get_constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        inner = min(quantile + 0.5 / _QUANTILE_COUNT, 1 - 1 / _QUANTILE_COUNT)  # the values at 0 and 1 are infinite
+        inner = min(quantile + 0.5 / _QUANTILE_COUNT, 1 - 1 / _QUANTILE_COUNT)  # at 0 and 1, values are infinite
         return self.nearest_value(NormalDist(self.mean, self.sd).inv_cdf(inner))
 
     def nearest_value(self, value: float) -> float:
@@ -185,7 +185,7 @@ def _require_finite_field(domain: Range, name: str) -> float:
 
 
 def _check_bounds(domain: Float | Integer, max_distance: float) -> None:
-    """Raise if the bounds or the step are invalid, also if there are over 2^53 steps from 0 to `max_distance`."""
+    """Raise if the bounds or the step are invalid, or if there are over 2^53 steps from 0 to `max_distance`."""
     if domain.low > domain.high:
         name, (low, high, *step) = get_constructor_call(domain)
         raise InvalidInput(
@@ -401,7 +401,7 @@ def sample_from(function: Callable[[Mapping[str, Any]], object]) -> SampleFrom:
 
 
 def convert_to_dicts(node: object, levels: int = _MAX_DEPTH) -> object:
-    """Copy a part of a configuration or space: dataclasses and mappings become dicts, and scalars plain scalars.
+    """Copy a part of a configuration or space as dicts (also of dataclasses), lists and plain scalars.
 
     Domains, and values that are not JSON, stay unchanged. Raises `InvalidInput` if two keys of a mapping become equal.
     """

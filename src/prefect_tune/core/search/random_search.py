@@ -30,7 +30,7 @@ from prefect_tune.core.search.space import (
 
 
 def extract_grids(node: object) -> object:
-    """Return a part of a space, reduced to its grids. The other functions for grid points take this result."""
+    """Return a part of a space, reduced to its grids. The functions below take such a result as `node`."""
     match node:
         case dict():
             return {key: extract_grids(node[key]) for key in sorted(node) if has_grid(node[key])}
@@ -102,13 +102,13 @@ def _iter_children(node: object) -> Iterator[tuple[str | int, object]]:
 
 
 DEFAULT_NUM_SAMPLES = 10
-"""The default of `num_samples` for a space that is not only a grid."""
+"""The default of `num_samples`, except for a space whose only domains are grids."""
 UNLIMITED = -1
 """The value of `num_samples` for a search without limit; a stopper or another limit ends the experiment."""
 
 
 def get_default_num_samples(space: Space) -> int:
-    """Return 1 for a space that is only a grid (repetitions would be equal), else 10. Raises like `validate_space`."""
+    """Return 1 if the only domains are grids (repetitions would be equal), else 10. Raises like `validate_space`."""
     domains = list(find_domains(validate_space(space)))
     return 1 if domains and all(isinstance(domain, Grid) for domain in domains) else DEFAULT_NUM_SAMPLES
 
@@ -135,7 +135,7 @@ class RandomSearch(Search):
     """
 
     num_samples: int | None = field(default=None, metadata={"example": 20})
-    """The number of tries of each grid point. -1: no limit. None: 1 for a space of only grids, 10 for any other."""
+    """The number of tries of each grid point. -1: no limit. None: 1 if the space's only domains are grids, else 10."""
     points_to_evaluate: Sequence[Mapping[str, object]] = ()
     """Configurations to try first; they count as samples. Omitted parameters are drawn, or taken from the grid."""
     constant_grid_search: bool = field(default=False, kw_only=True)
@@ -172,7 +172,7 @@ class _RandomSearchState(SearchState):
         self._samples = samples
         self._shares_draws = search.constant_grid_search
         self._try_counts: Counter[int] = Counter()  # tries of each grid point
-        self._next_point = 0  # index into the endlessly repeated list of all points
+        self._next_point = 0  # an index into the list of all points, which is repeated without end
 
     def suggest(self, number: int) -> Suggestion:
         if not self._initial_points and self._next_point >= self._point_count * self._samples > 0:
@@ -187,7 +187,7 @@ class _RandomSearchState(SearchState):
         return Proposed(config)
 
     def restore_trial(self, number: int, config: Mapping[str, object]) -> None:
-        del number  # only the configuration counts
+        del number  # the configuration alone determines which grid point was tried
         matches = (index for index, (point, _) in enumerate(self._initial_points) if includes_json(config, point))
         if (index := next(matches, None)) is not None:
             del self._initial_points[index]

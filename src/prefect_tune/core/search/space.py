@@ -57,7 +57,7 @@ def resolve_space(
     Parameters in `fixed` are not drawn. `fixed` maps their names to their values, or to the indexes of their options.
 
     Raises:
-        InvalidInput: a function of `sample_from` reads a missing parameter, depends on itself, or returns no JSON.
+        InvalidInput: a function of `sample_from` fails, reads a missing parameter or its own value, or returns no JSON.
     """
     resolver = _SpaceResolver(space, draw, fixed)
     return {key: resolver.resolve_node(node, child_path("", key)) for key, node in space.items()}
@@ -77,10 +77,10 @@ def option_path(name: str, index: int) -> str:
 
 
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
-    """Test all functions of `sample_from` in a valid `space`: resolve the configurations of trial 0 and some others.
+    """Test all functions of `sample_from` in a valid `space` by resolving some configurations.
 
-    Each of the others takes a different option that is a nested space, because a function may read parameters that only
-    one option has. Raises like `resolve_space`.
+    Besides that of trial 0, resolve one for each option that is a nested space (99 at most), because a function may
+    read parameters that only this option has. Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
@@ -94,7 +94,7 @@ def make_draw_function(seed: int, number: int) -> Draw:
 
 
 def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
-    """For each option that is an object, list, choice or grid, yield the indexes that select it, by parameter name."""
+    """For each option that is an object, list, choice or grid, yield the indexes that lead to it, by parameter name."""
     match node:
         case dict():
             for key, child in node.items():
@@ -168,7 +168,7 @@ class _SpaceResolver:
         try:
             returned = node.function(_LazyConfig(self, self._space, ""))
         except Exception as error:
-            if isinstance(error, InvalidInput) or len(self._computing) > 1:  # an outer function may catch the error
+            if isinstance(error, InvalidInput) or len(self._computing) > 1:  # unchanged: an outer function may catch it
                 raise
             frame = error.__traceback__.tb_next if error.__traceback__ else None  # the frame of the user's function
             where = f" ({frame.tb_frame.f_code.co_filename}, line {frame.tb_lineno})" if frame else ""
@@ -254,13 +254,13 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
     ParameterOmission: 1,
     ParameterMismatch: _MISMATCH_DISTANCE,
 }
-"""The distance of a reading from an exact match; a missing parameter is nearer than a mismatch."""
+"""The distance of a reading from an exact match: an omitted parameter is less of a difference than a mismatch."""
 
 
 def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that matches exactly; if none does, as the first that matches with omissions.
+    A choice is read as the first option that matches exactly; if none does, as the first with only parameters missing.
     """
     return _interpret_object(space, config, "")
 

@@ -80,7 +80,7 @@ _NO_ARGUMENTS: Mapping[str, object] = {}
 
 
 def space_from_json(document: Mapping[str, object], load: FunctionLoader | None = None) -> dict[str, object]:
-    """Return the space that `document` describes. Domain objects in the document stay unchanged.
+    """Return the space that `document` describes; the document may also have domains such as `pt.uniform(0, 1)`.
 
     `load` loads the functions of `sample_from`. Without `load`, a function is an error, because loading it runs code.
 
@@ -282,13 +282,13 @@ def _require_function_path(node: SampleFrom, where: str) -> str:
     )
 
 
-# The JSON form of an option object has the name of its class and its fields, as in `{"ASHA": {"max_t": 81}}`.
+# In JSON, an option object has one key, its class, and the value of this key has its fields: `{"ASHA": {"max_t": 81}}`.
 
 _MODULE_BY_CLASS = {name: module for kind in BUILT_IN_MODULES.values() for name, module in kind.items()}
 
 
 class NamedOptions(HasJsonForm):
-    """The configuration of a scheduler, search or stopper. The JSON form names only built-in classes."""
+    """The configuration of a scheduler, search or stopper. Only the built-in classes have a JSON form."""
 
     __slots__ = ()
 

@@ -154,7 +154,7 @@ def verify_document(
     try:
         bare, sealed = _encode_body(body)
     except (ValueError, RecursionError):
-        bare, sealed = b"", b""  # `seal` writes no NaN and no infinite nesting, so this is a mismatch
+        bare, sealed = b"", b""  # `seal` writes no NaN and no infinite nesting, so it did not write these bytes
     if sealed != data:
         mismatch = f"expected digest {str(stored_digest)[:12]}…, found {hash_bytes(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")

@@ -1,4 +1,4 @@
-"""Reuse the name of a deleted experiment. Each deletion ends one generation of the name.
+"""Generations: how the name of a deleted experiment can be used again. Each deletion ends one generation of the name.
 
 All objects of an experiment are in the folder of its generation, which is 1 for a new name. The deletion of generation
 N is final once the marker of generation N + 1 exists; objects are deleted only after that.
@@ -12,7 +12,7 @@ N is final once the marker of generation N + 1 exists; objects are deleted only 
   (`find_current_journal`), and then uses the returned key for all paths.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
   it creates its entry, *then* checks that the journal's first entry still exists, because a deletion deletes that entry
-  first. If that entry exists, no entry was deleted before the create; so the create stops earlier owners (`journal`).
+  first. If it exists, the number of the new entry was never used before, rather than freed by a deletion.
 - **A late run** that looks up its experiment by name for each write is refused, because the marker lists the run.
 - **Garbage**: all objects of ended generations. A later deletion, or maintenance, removes what a deletion left behind.
 
@@ -44,7 +44,7 @@ class GenerationMarker(Document):
     deleted_by: str
     """The process that deleted the previous generation."""
     writers: tuple[str, ...] = ()
-    """The identities of the owners of all earlier generations, without the runs that deleted a generation."""
+    """The identities of the owners of all earlier generations, except the runs that deleted a generation."""
 
 
 class UnnamedCall(Document):
@@ -78,7 +78,7 @@ def read_claiming_call(store: ObjectStore, experiment: str) -> str | None:
 
 
 def find_current_generation(store: ObjectStore, experiment: str) -> Generation:
-    """Return the current generation of a name. One listing."""
+    """Return the current generation of a name. Makes one listing."""
     folder = _marker_folder(experiment)
     return max((1, *(document_number(folder, item.path) or 1 for item in store.list(folder))))
 
@@ -100,22 +100,22 @@ def find_current_journal(store: ObjectStore, experiment: str) -> JournalKey:
 
 
 def is_generation_deleted(store: ObjectStore, journal: JournalKey) -> bool:
-    """Return whether the generation of the journal has ended. One listing."""
+    """Return whether the experiment of the journal was deleted. Makes one listing."""
     return find_current_generation(store, journal.experiment) > journal.generation
 
 
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
-    """Raise Superseded if the generation of the journal has ended. Makes one listing, and one read before it raises."""
+    """Raise Superseded if the experiment of the journal was deleted. Makes one listing, and a read before it raises."""
     if is_generation_deleted(store, journal):
         by = ""
         with suppress(TuneError):  # the marker only completes the message; a later deletion may have deleted it
             if marker := read_sealed(store, GenerationMarker, _marker_path(journal, 1), JournalCorrupt):
                 by = f" at {marker.at} by {marker.deleted_by}"
-        raise Superseded(f"{journal}: the experiment was deleted{by}. Stop here: another experiment may use the name")
+        raise Superseded(f"{journal}: the experiment was deleted{by}. Stop this run: the name may be in use again")
 
 
 def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
-    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. One read at most."""
+    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. Reads at most once."""
     if writer in _read_earlier_writers(store, journal):
         raise Superseded(
             f"{journal}: the experiment that this run wrote was deleted; its name is free, or another experiment's. "
@@ -127,7 +127,7 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # no marker: this generation was deleted as well, and writes fail
+    return marker.writers if marker else ()  # no marker: this generation, too, was deleted since, so writes fail
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:

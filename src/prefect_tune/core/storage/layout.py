@@ -74,7 +74,7 @@ class JournalKey(Value):
 
     @property
     def unnamed_call_path(self) -> str:
-        """The path of a document that identifies a call without an experiment name, which claimed this experiment."""
+        """The path of the document that names the call to which the experiment belongs; see `UnnamedCall`."""
         return f"{self.folder}/unnamed-call.json"
 
     @property

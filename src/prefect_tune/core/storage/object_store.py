@@ -67,8 +67,8 @@ class ObjectStore(Protocol):
     """Objects at relative, normalized, `/`-separated paths; only `replace` and `delete` change an existing object.
 
     Every method returns within the store's timeout, or raises `StoreUnavailable` (a retry may help) or `StoreRefused`
-    (credentials, permission, bucket: no retry helps). `DeadlineExceeded` is a `StoreUnavailable` after which no request
-    is still running. A store makes no decisions, but it may repeat a failed request within the timeout.
+    (credentials, permission, bucket: no retry helps). `DeadlineExceeded`, a kind of `StoreUnavailable`, says that no
+    request is running any more. A store makes no decisions, but it may repeat a failed request within the timeout.
     Methods may be called from several threads at once.
     """
 
@@ -120,7 +120,7 @@ class ObjectStore(Protocol):
         """Delete the objects; a missing object is not an error."""
 
     def map(self, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Call `function` with each item, and yield the results in the order of the items. `function` uses this store.
+        """Call `function`, which uses this store, with each item; yield the results in the order of the items.
 
         Calls run in parallel if that is faster. The first error cancels the calls that have not begun.
         """

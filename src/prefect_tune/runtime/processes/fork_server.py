@@ -10,7 +10,7 @@ A template is a process that imports a trainable, then becomes a fork server for
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial in any session become children of the subreaper.
+Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial become children of the subreaper, in any session.
 When the trial's process exits, or when the supervisor exits or requests the end, the subreaper ends all descendants and
 reports the wait status of the trial's process. If a subreaper is killed, the fork server, which has its own session,
 inherits the descendants and ends them. If the fork server is killed, its subreapers finish their work. Descendants of
@@ -78,7 +78,7 @@ from prefect_tune.runtime.processes.trial_process import (
 from prefect_tune.runtime.ranks import is_relaunched_as_rank
 from prefect_tune.runtime.trial_errors import format_error_text
 
-# Terminals and cluster schedulers send these signals to all processes of a job. Fork server and subreapers ignore them.
+# The fork server and subreapers ignore these signals, which terminals and cluster schedulers send to a whole job.
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 _SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _TERM_TIMEOUT = timedelta(seconds=0.5)
@@ -97,7 +97,7 @@ class _ForkRequest:
     channel_fd: int
     output_fd: int
     status_fd: int
-    """Gets `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
+    """Receives `born <subreaper pid>`, then `ended <wait status>`; or only `failed <errno>` or `unsafe <reason>`."""
     command: bytes = FORK_REQUEST
     """`FORK_REQUEST`: start a trial. `IMPORT_REQUEST`: start a template, which gets fork requests on `channel_fd`."""
 
@@ -174,7 +174,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
         os.close(request.output_fd)
         _send_status(request.status_fd, "born", subreaper)
         _wait_for_trial_exit(trial, sigchld_fd, [request.status_fd, *supervisor_fds])
-        os.kill(trial, signal.SIGKILL)  # the process still runs if a stop has ended the wait
+        os.kill(trial, signal.SIGKILL)  # if one of the `stop_fds` has ended the wait, the trial's process still runs
         _, status = os.waitpid(trial, 0)
         _end_descendants(sigchld_fd)
         _send_status(request.status_fd, "ended", status)
@@ -227,7 +227,7 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials, or, in a template, import a trainable and, if forks are safe, serve fork requests.
+    """Serve trials; a template instead imports a trainable, and serves fork requests if forks are safe.
 
     First, the process is set up as if it had been started by exec.
     """
@@ -311,7 +311,7 @@ def _send_status(status_fd: int, code: str, *arguments: object) -> None:
 # After 60 s, the supervisor replaces a forked child that hangs despite these checks.
 # https://pubs.opengroup.org/onlinepubs/9799919799/functions/fork.html
 
-# After an import of one of these libraries, a fork may hang, as its documentation says, or prints a warning.
+# After an import of one of these libraries, a fork may hang or print a warning, as the library's documentation says.
 _FORK_UNSAFE_LIBRARIES = {"jax": "JAX", "tensorflow": "TensorFlow", "mpi4py.MPI": "MPI"}
 # This thread is no risk, because jemalloc's fork handler ends it before a fork; jemalloc restarts it when needed.
 _FORK_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})

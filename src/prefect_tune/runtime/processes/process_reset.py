@@ -1,7 +1,7 @@
 """Give a forked or reused process the state of a process that was newly started for its trial.
 
     import (`recording_import_effects` records the variables, directory and seeds that the module sets)
-      └─► fork, or next trial in a reused process ──► `reset_process_state`: set the trial's, then the recorded state
+      └─► fork, or reuse for the next trial ──► `reset_process_state`: set the trial's state, then what was recorded
 
 Two trials never draw the same numbers from a generator that the module did not seed, and each trial has the variables,
 the directory and the seeds that its module sets.
@@ -145,7 +145,7 @@ def _get_working_directory() -> str | None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Calls a function with a module right after its import; the other finders of `sys.meta_path` find the module."""
+    """Calls a function with a module right after the module's import; other finders of `sys.meta_path` find it."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions

@@ -79,7 +79,7 @@ class _ReadyTrainable:
 
 
 def pop_program_arguments() -> tuple[int, int]:
-    """Remove this program's own arguments, two numbers, from `sys.argv`, and return them; the user's script's stay."""
+    """Remove this program's own arguments (two numbers) from `sys.argv`, and return them; keep the user's arguments."""
     numbers = int(sys.argv[1]), int(sys.argv[2])
     sys.argv[:] = sys.argv[3:]
     return numbers
@@ -107,7 +107,7 @@ def run_and_exit(main_function: MainFunction | None) -> NoReturn:
 def main(channel_fd: int, supervisor: int) -> None:
     """Serve attempts on the inherited descriptor `channel_fd`, in a process that was started by exec."""
     threading.Thread(target=_kill_group_after_parent_exit, args=(supervisor,), daemon=True).start()
-    faulthandler.enable(all_threads=False)  # the stack of the thread above would displace the trial's last output
+    faulthandler.enable(all_threads=False)  # the other thread's stack would displace the trial's last output
     serve_attempts(Connection(channel_fd))
 
 
@@ -322,7 +322,7 @@ def exiting_forked_children() -> Iterator[None]:
 
 
 _source_digests: dict[int, tuple[object, str]] = {}
-"""For the `id` of each trainable that was imported before a fork: the trainable, and its source's digest then."""
+"""Maps the `id` of each trainable that was imported before a fork to the trainable and its source's digest."""
 
 
 def record_source_digest(trainable: object) -> None:
@@ -368,7 +368,7 @@ _fork_state = threading.local()  # each forking thread's signal mask before the 
 
 
 def ignore_group_signals() -> None:
-    """Ignore SIGTERM and SIGINT, which SLURM and terminals send to the whole process group, so that the trial can save.
+    """Ignore SIGTERM and SIGINT so that the trial can save; SLURM and terminals send them to the whole process group.
 
     A handler is set instead of SIG_IGN, since programs that the trainable executes would inherit SIG_IGN. In a forked
     child, the earlier handlers are restored, so that `Process.terminate()` ends the child.

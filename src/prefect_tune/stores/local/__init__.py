@@ -1,1 +1,1 @@
-"""Local directories for transfers (files to send, downloaded files, temporary files, shared copies), and locks."""
+"""The local side of transfers: directories to upload or fill, temporary directories, shared copies, and locks."""

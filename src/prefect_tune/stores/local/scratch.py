@@ -1,4 +1,4 @@
-"""Temporary directories of this user on this machine: scratch directories of one process, and copies of checkpoints.
+"""Temporary directories of this user on this machine: each process's scratch directories, and copies of checkpoints.
 
 A process has one folder for all its scratch directories, and holds a lock next to the folder until the process exits.
 Before a process makes its first scratch directory, it removes the folders of killed processes, whose locks are free.
@@ -72,7 +72,7 @@ def _remove_unlocked_directories(folder: Path, names: str, *, unused_for: timede
     `names` is a pattern of the directories' names. A lock file whose directory is missing is removed too.
     """
     for lock_file in folder.glob(f"{names}.lock"):
-        with suppress(FileNotFoundError, Timeout):  # another process removed it, or holds it
+        with suppress(FileNotFoundError, Timeout):  # another process has removed the lock file, or holds the lock
             if time.time() - lock_file.lstat().st_mtime >= unused_for.total_seconds():
                 with FileLock(lock_file, blocking=False):
                     remove_tree(lock_file.with_suffix(""))
@@ -92,7 +92,7 @@ _directory_numbers = itertools.count(1)
 
 
 class ScratchDirectory:
-    """A new directory with empty `folders`, below the system's temporary directory; `close` removes it."""
+    """A new directory with empty subfolders `folders`, below the system's temporary directory; `close` removes it."""
 
     def __init__(self, *folders: str) -> None:
         self.path = _make_process_folder(os.getpid(), tempfile.gettempdir()) / str(next(_directory_numbers))
@@ -176,7 +176,7 @@ _LOCK_POLL_INTERVAL_SECONDS = 0.01
 
 @contextmanager
 def locked_folder(name: str, deadline: Deadline) -> Iterator[Path]:
-    """Hold the lock `name`, which this user's threads and processes on this machine share; yield its folder's path.
+    """Hold the lock `name`, which this user's threads and processes on this machine share; yield the lock's folder.
 
     The kernel releases the lock of a dead process. The folder may be missing.
 
@@ -222,7 +222,7 @@ class DirectoryContent:
 def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]:
     """Yield a directory with `content`; fetch only if no other reader on this machine has an unchanged copy.
 
-    One of several concurrent readers fetches, and the others wait. If this reader fails or is killed, another fetches.
+    One of several concurrent readers fetches, and the others wait. If that reader fails or is killed, another fetches.
 
     Raises:
         DeadlineExceeded: another process was still fetching at the deadline.
@@ -236,7 +236,7 @@ def shared_copy(content: DirectoryContent, deadline: Deadline) -> Iterator[Path]
             has_digest = copy.is_dir() and digest_file.exists()
             if not (has_digest and digest_file.read_text(encoding="ascii") == compute_stat_digest(copy)):
                 _remove_unlocked_directories(folder.parent, "*", unused_for=_MAX_UNUSED_AGE)
-                remove_tree(folder)  # a reader changed it, or a killed process did not finish it
+                remove_tree(folder)  # a reader has changed the copy, or a killed process did not finish it
                 content.fetch(copy, None)
                 digest_file.write_text(compute_stat_digest(copy), encoding="ascii")
             shutil.copytree(copy, directory, copy_function=_link_or_copy)
@@ -280,7 +280,7 @@ def fill_directory(destination: Path, content: DirectoryContent, deadline: Deadl
     with locked_folder(str(destination), deadline) as folder:
         folder.mkdir(mode=0o700, exist_ok=True)
         note: dict[str, Any] = {}
-        with suppress(FileNotFoundError, ValueError):  # no note yet, or its writer was killed
+        with suppress(FileNotFoundError, ValueError):  # there is no note yet, or its writer was killed
             note = dict(json.loads((folder / "note").read_bytes()))
         if "unfinished" in note:  # left by a killed process, since only the lock's holder writes notes
             for path in destination.parent.glob(f".{glob.escape(destination.name)}.{'[0-9a-f]' * 32}"):

@@ -45,7 +45,7 @@ from prefect_tune.stores.parallel_map import parallel_map
 from prefect_tune.stores.posix_store import sync_folder
 
 _FileStatus: TypeAlias = tuple[int, int, int, int]
-"""A file's size, mode, modification time in ns and inode, as listed. A later write changes at least one of them."""
+"""A file's size, mode, modification time in ns and inode when listed. A later write changes at least one of them."""
 
 
 class StagedFiles:
@@ -102,7 +102,7 @@ def _list_directory(directory: Path) -> tuple[dict[str, _FileStatus], tuple[str,
 _READ_ERRNOS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.EISDIR)
 """The error numbers of reads that would fail in an attempt on another machine too, so a retry is useless."""
 _MAX_PATH_BYTES, _MAX_LEVELS = 3_000, 200
-"""Limits of a path within a checkpoint. A restore puts a directory before it, and Linux allows 4,095 bytes in all."""
+"""Limits of a path within a checkpoint. A restore prepends a directory, and Linux allows 4,095 bytes in all."""
 _SHOWN_CHARACTERS = 200
 
 
@@ -168,9 +168,9 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 
 
 def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
-    """Return whether `source` has the files, bytes and empty directories of the checkpoint; permissions may differ.
+    """Return whether `source` has the files, bytes and empty directories of `manifest`; permissions may differ.
 
-    Only the files of `source` are read, and nothing from the target.
+    Only the files of `source` are read; nothing is read from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -231,7 +231,7 @@ def restoring_directory(manifest: Manifest, destination: Path) -> Iterator[Direc
     Raises:
         InvalidInput: the path of a file or folder is too long for the file system.
     """
-    other_modes: list[tuple[str, int]] = []  # to set at the end: read-only modes, and modes that the umask forbids
+    other_modes: list[tuple[str, int]] = []  # set at the end: read-only modes, and modes that the umask forbids
     with building_directory(destination) as building:
         try:
             building.mkdir()
@@ -283,7 +283,7 @@ def read_copy_metadata(store: ObjectStore, folder: str, manifest: Manifest | Non
 
 
 def add_metadata_file(manifest: Manifest, metadata: bytes | None) -> Manifest:
-    """Return `manifest` with `metadata` as its last file. It replaces a committed metadata file, and is in no blob."""
+    """Return `manifest` with `metadata` as last file, which replaces a committed metadata file and is in no blob."""
     if metadata is None:
         return manifest
     parts = [(start, metadata[start : start + CHUNK_BYTES]) for start in range(0, len(metadata), CHUNK_BYTES)]
