@@ -90,7 +90,7 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Hyperband(Scheduler):
-    """Compare whole groups of trials: a rung is decided when all trials of its bracket have reached it; `ASHA` has an example.
+    """Compare whole groups: a rung is decided when all trials of its bracket have reached it. `ASHA` has an example.
 
     Trials fill one bracket after the other; after the last bracket, the brackets repeat. The first bracket has many
     trials, and its first rung is at few steps. The last bracket has few trials, which all train `max_t` steps. At each
