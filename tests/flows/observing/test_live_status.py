@@ -66,9 +66,15 @@ def test_another_process_sees_start_host_and_newest_step_of_a_running_trial_befo
 ) -> None:
     driver = start_search(drivers, local_target, tmp_path / "go", flow)
     driver.wait_until(lambda: is_at_step_2(local_target), seconds=_TIMEOUT_SECONDS)
-    state = show(local_target)
+    states: list[dict[str, Any]] = []
+
+    def is_fresh() -> bool:
+        states.append(show(local_target))
+        return not states[-1]["is_stale"] and all(trial["reported_at"] for trial in states[-1]["trials"])
+
+    driver.wait_until(is_fresh, seconds=_TIMEOUT_SECONDS)
+    state = states[-1]
     assert state["trials_by_status"] == {"running": 2}
-    driver.wait_until(lambda: not show(local_target)["is_stale"], seconds=_TIMEOUT_SECONDS)
     for trial in state["trials"]:
         assert (trial["host"], trial["attempts"], trial["metrics"]) == (socket.gethostname(), 1, {"loss": 0.5})
         assert trial["attempt_began_at"] < trial["reported_at"]
