@@ -93,7 +93,7 @@ def get_block_endpoint(block: Any) -> str | None:
 def make_static_key_provider(
     access_key_id: str, secret_access_key: str, session_token: str | None
 ) -> Callable[[], S3Keys]:
-    """Return a provider of exactly these keys. Without one, obstore would add the environment's session token."""
+    """Return a provider of only these keys. Without a provider, obstore would add the environment's session token."""
     keys = {
         "access_key_id": access_key_id,
         "secret_access_key": secret_access_key,

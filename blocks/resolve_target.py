@@ -31,7 +31,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _READ_ONLY_SCHEMES = frozenset({"data", "git", "github", "http", "https"})
 _ENVIRONMENT_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _SINGLE_SLASH_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""Matches the beginning of a URI with one slash instead of two, such as `Path("s3://bucket")`."""
+"""Matches the beginning of a URI with one slash instead of two, as in the text of `Path("s3://bucket")`."""
 
 
 def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarget:
@@ -40,7 +40,7 @@ def resolve_target(value: StorageTarget | str | os.PathLike[str]) -> StorageTarg
     A string with a scheme, as in `s3://bucket/folder`, is a URI. Any other string is the `block-type/name` slug of a
     target block if it contains no space and exactly one `/`, with only lower-case letters, digits and hyphens before
     the `/`; so write a relative path of two parts as `./runs/first`. All other strings, and each `PathLike`, are paths.
-    A relative path starts at the working directory; in a run of a deployment, whose worker chooses it, it is an error.
+    Relative paths start at the working directory; in a run of a deployment, whose worker chooses it, they are an error.
 
     Raises:
         InvalidInput: `value` does not name a target, its scheme is read-only (`https`), the block is not saved on the

@@ -218,7 +218,7 @@ class StorageTarget(StrictBlock, ABC):
         """Return a context manager that yields the store. All operations together must end within `timeout`.
 
         Raises:
-            InvalidInput: the configuration itself is invalid, whatever the target answers.
+            InvalidInput: the configuration of this block is invalid.
             StoreRefused: the credentials cannot be read.
         """
 
@@ -396,7 +396,7 @@ _REFUSAL_HINTS = {
 """Maps a step of the check to what it means for the user if the target refuses this step."""
 _PROBE_FOLDER = ".check"  # not a valid experiment name, so no probe is ever read as a checkpoint
 _RACING_WRITER_COUNT = 4
-_MIN_SECRET_CHARACTERS = 6  # shorter secrets are not masked: "s" would mask half of the message
+_MIN_SECRET_CHARACTERS = 6  # shorter secrets are not masked, because masking every "s" would garble the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +455,7 @@ def _format_check_message(target: StorageTarget, message: str) -> str:
 
 
 def _run_probes(store: ObjectStore) -> bool:
-    """Try all operations, and return whether a second create of the same object was refused."""
+    """Try all operations; return whether exactly one create of each object succeeded, even of simultaneous creates."""
     folder = f"{_PROBE_FOLDER}/{uuid.uuid4().hex}"
     written = [f"{folder}/probe", f"{folder}/race"]
     try:
@@ -473,7 +473,7 @@ def _run_probes(store: ObjectStore) -> bool:
 def _probe_round_trip(store: ObjectStore, folder: str, path: str) -> bool:
     """Write, read back and list an object; return whether a second create of the object was refused."""
     data = os.urandom(64)
-    with _raising_probe_error("list"):  # list before the first write, so that an error here is one of listing
+    with _raising_probe_error("list"):  # first, because the hint for a refused write says that listing is permitted
         _require_equal([entry.path for entry in store.list(folder)], [], "listed, before writing")
     with _raising_probe_error("write"):
         create_idempotently(store, path, data)

@@ -103,7 +103,7 @@ class SyncConfig(StrictBlock):
     @field_validator("upload_dir", mode="before")
     @classmethod
     def _parse_upload_dir(cls, value: object) -> object:
-        if isinstance(value, Mapping):  # a block from the server; pydantic alone would report an error per target type
+        if isinstance(value, Mapping):  # a saved block's fields; pydantic alone would report an error per target type
             return target_from_fields(value)
         if isinstance(value, os.PathLike):
             return resolve_target(value)

@@ -105,7 +105,7 @@ def maintain(
 
 
 def _match_experiments(target: StorageTarget, patterns: Sequence[str] | None) -> Sequence[str]:
-    """Return the names of matching experiments, including deleted experiments whose objects remain.
+    """Return the names that match a pattern (None: all names), including deleted experiments whose objects remain.
 
     Raises `InvalidInput` if a pattern matches no name.
     """

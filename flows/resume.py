@@ -149,7 +149,7 @@ def resume(
     if fork is not None:
         request = ForkRequest(experiment=experiment, into=validate_name(fork), at=at, strict=strict_fork)
         if (source := load_fork_origin(resolved, request)) is not None:
-            make_plan(source)  # only to raise the errors of a plan before the fork exists
+            make_plan(source)  # only to find an invalid plan before the fork is created
         experiment = fork_experiment(resolved, request).name
     state = read_experiment_to_resume(resolved, experiment)
     if not state.entry_count:
@@ -168,7 +168,7 @@ def _make_plan(
     run_options = {name: value for name, value in options.items() if not OPTIONS[name].stored}
     changed = {name: value for name, value in options.items() if name not in run_options and value is not None}
     require_trusted_code(target, state, changed.keys(), trusted)
-    if options["search"] is None and not get_earlier_choices(state):  # a form may have set a higher total
+    if options["search"] is None and not get_earlier_choices(state):  # otherwise, a form may have raised the number
         require_no_fewer_samples(options["num_samples"], state)
     fixed = {"target": target, "experiment": state.name, "resume": "must"}
     return plan_from_settings(state.settings, {**run_options, **fixed}, changed)

@@ -123,8 +123,8 @@ def publish_checkpoint(
 ) -> SaveResult:
     """Publish the local `directory` as the checkpoint `key` on `target`, complete and durable on return.
 
-    A try that failed or was killed leaves no checkpoint, and the next try reuses its uploaded bytes. `directory`
-    must not change during the save.
+    A try that failed or was killed leaves no incomplete checkpoint, and the next try reuses the bytes that it uploaded.
+    `directory` must not change during the save.
 
     Args:
         metadata: step, metrics, write id and so on. Tries with the same write id count as one save.
@@ -320,7 +320,7 @@ class _CheckpointSave:
 
         Raises:
             SaveOvertaken: another task changed the trial during the save; or another checkpoint was quarantined, and
-                so was the new checkpoint, which may have the same damage.
+                so was the new checkpoint, because it may have the same damage.
         """
         state = ensure_ownership(self._target, self._args.experiment)
         self._folder = state.trial_key(self._args.trial)
@@ -424,7 +424,7 @@ def restore_checkpoint(
 ) -> RestoredCheckpoint | None:
     """Download a checkpoint of a trial, by default the newest, and verify every byte; all files or none appear.
 
-    The task reads any experiment, also a running search, and takes no ownership. It quarantines a damaged checkpoint,
+    The task reads any experiment, even a running search, and takes no ownership. It quarantines a damaged checkpoint,
     logs an error, and restores the previous checkpoint. If the experiment or trial does not exist, but one with a
     similar name does, the task logs a warning. For other arguments, such as `timeout_seconds`, see `save_checkpoint`.
 

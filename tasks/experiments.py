@@ -278,15 +278,15 @@ class ForkRequest:
 
 @task(name="fork-experiment", task_run_name="fork {request.experiment} into {request.into}", **TASK_RETRY_OPTIONS)
 def fork_experiment(target: StorageTarget, request: ForkRequest) -> Experiment:
-    """Make the experiment `request.into` a fork of another experiment on the same target. Idempotent.
+    """Create the experiment `request.into` as a fork of another experiment on the same target. Idempotent.
 
     The origin may be running. The target copies the inherited checkpoints, so the fork and the origin are independent.
-    The task warns of each trial with checkpoints that the origin has since deleted, or with only quarantined ones.
+    It warns of each trial whose checkpoints the origin has since deleted, or whose checkpoints are all quarantined.
 
     Raises:
-        InvalidInput: the entry does not exist, the name is taken, or the origin is being deleted.
+        InvalidInput: the entry does not exist, the name `into` is taken, or the origin is being deleted.
         CheckpointNotFound: `strict` is set, and the origin has deleted a checkpoint since the entry.
-        ResumeFailed: the experiment does not exist or cannot be read. Nothing was started.
+        ResumeFailed: the origin does not exist or cannot be read. Nothing was started.
         Superseded: another process is making the same fork.
         StoreUnavailable, CommitUnknown: all retries failed.
     """
@@ -356,7 +356,7 @@ def _is_requested_fork(destination: Experiment, request: ForkRequest) -> bool:
 def _load_requested_fork_point(
     store: ObjectStore, request: ForkRequest, origin: Experiment, destination: Experiment
 ) -> ForkPoint:
-    """Return the origin at the requested entry; by default, at the entry of an earlier try, or else at the last."""
+    """Return the origin at the requested entry; by default, at an earlier try's entry, or else at the last entry."""
     earlier_origin = destination.origin if _is_requested_fork(destination, request) else None
     entry = earlier_origin.number if request.at is None and earlier_origin is not None else request.at
     point = load_fork_point(store, origin.key, entry)

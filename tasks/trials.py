@@ -165,7 +165,7 @@ def run_trial(
         ResumeFailed: the experiment cannot be read, or all checkpoints of the trial are damaged.
         StoreUnavailable, StoreRefused, CommitUnknown: the target failed for longer than the retries last.
     """
-    parameters = dict(locals())  # `SearchPlan` has fields of the same names, except `config` and `trial`
+    parameters = dict(locals())  # `SearchPlan` has fields with all these names, except `config` and `trial`
     parameters.pop("config")
     args = TrialArguments(target=target, experiment=experiment, trial=parameters.pop("trial"))
     plan = SearchPlan(**parameters)
@@ -176,7 +176,7 @@ def run_trial(
     spec = replace(spec, trial=state.trial_key(args.trial))
     result = state.trial(args.trial)
     if result.phase is not Phase.FINISHED:
-        with isolated_run_context():  # so that uploads do not wait for slots of this task's tags, which it holds itself
+        with isolated_run_context():  # so that uploads do not wait for this task's tags, whose slots the task holds
             result, outcome = run_interruptible(
                 lambda stop: _run_attempt_without_search(spec, state, stop),
                 grace=spec.grace_period,

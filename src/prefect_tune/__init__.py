@@ -312,7 +312,7 @@ def __getattr__(name: str) -> object:
         else:
             value = getattr(import_module(_MODULE_BY_NAME.get(name, "prefect_tune.core.errors")), name)
     except KeyboardInterrupt:
-        # The import takes seconds, so users may interrupt it. `from None`: the cause would only show some module.
+        # The import takes seconds, so users may interrupt it. `from None` omits the long traceback of the import.
         raise KeyboardInterrupt(f"interrupted while {__name__}.{name} was imported: nothing was started") from None
     finally:
         if is_gc_enabled:

@@ -116,7 +116,7 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
     """Return the reports in a Parquet file; None if it is damaged, or stores another version or digest.
 
-    `digest` is of the journal's last entry. If the result is None, read the journal. Nothing in the file is executed.
+    `digest` is the digest of the journal's last entry. If the result is None, read the journal. Nothing is executed.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -158,7 +158,7 @@ _LAST_COLUMNS: _Columns = {
 
 
 def _make_columns(rows: Iterable[Mapping[str, object]], count: int, taken: Collection[str]) -> dict[str, pa.Array]:
-    """Return a column for each name in `rows`, null where a row lacks it; a name in `taken` becomes `metrics/...`."""
+    """Return a column for each name in `rows`; rows without it are null. A name in `taken` becomes `metrics/...`."""
     columns: dict[str, list[Any]] = {}
     for index, row in enumerate(rows):
         for name, value in row.items():

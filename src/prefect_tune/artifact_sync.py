@@ -68,8 +68,8 @@ class Syncer(ABC):
 
     A subclass needs only the three abstract methods, and need not call the constructor of `Syncer`. Each attempt of a
     trial uses and closes its own syncer, a `copy.deepcopy` of the configured object. The three methods can do their
-    work before they return, or in the background. A subclass that works in the background must override `retry`, and
-    also `wait`, which then raises the errors.
+    work before they return, or in the background. A subclass that works in the background must override `retry` and
+    `wait`, and its `wait` must raise the errors of the background work.
     """
 
     sync_period: timedelta = timedelta(seconds=300)
@@ -242,7 +242,7 @@ class TargetSyncer(Syncer):
     `sync_up` sends the files whose size or modification time changed since this syncer last sent or received them. It
     deletes remote files that this syncer sent or received and that were deleted locally. `sync_down` deletes no local
     files. For `exclude`, see `prefect_tune.core.storage.layout`. `ArtifactMirror.upload` documents which other files a
-    sync leaves out; they are logged once.
+    sync leaves out; each of these files is logged once.
 
     `remote_dir` is a URI, or a folder on `target` if the syncer has a target. A pickled copy has the same settings. The
     commands that the original has not finished count as failed in the copy, so that `retry` runs them again.
@@ -346,7 +346,7 @@ class TargetSyncer(Syncer):
                 self._state.wait(min(remaining, 1.0))
             for command, error in list(self._failed_commands.items()):
                 if command.action is SyncAction.DOWN and isinstance(error, NON_RETRYABLE_ERRORS):
-                    del self._failed_commands[command]  # raise it only once: no retry helps, and no upload is missing
+                    del self._failed_commands[command]  # raise it only once, because no retry can fix this download
                 if error is None:
                     raise TuneError(f"{command}: it was not done when this syncer was copied; `retry` runs it again")
                 if isinstance(error, TuneError):
@@ -367,7 +367,7 @@ class TargetSyncer(Syncer):
             self._next_start_seconds = 0.0
 
     def _is_sync_due(self, action: SyncAction) -> bool:
-        """Count a running sync as the last one; after failures, none is due for 2, 4, ... s, at most `sync_period`."""
+        """Count a running sync as the last sync; after failures, wait 2, 4, 8, ... s, at most `sync_period`."""
         with self._state:
             if self._queue or self._clock() < self._next_start_seconds:
                 return False
@@ -376,7 +376,7 @@ class TargetSyncer(Syncer):
         return super()._is_sync_due(action)
 
     def _record_start(self, action: SyncAction, at_seconds: float) -> None:
-        """Do nothing, because here a sync counts only once it has succeeded: see `_record_outcome`."""
+        """Do nothing, because this syncer counts a sync only after it has succeeded: see `_record_outcome`."""
 
     def _enqueue_command(self, command: _Command) -> bool:
         self._resolve_folder(command.remote)
@@ -522,7 +522,7 @@ class ArtifactMirror:
         local = dict(_scan_files(self._directory, folder, excludes, left_out))
         mirrored = self._mirrored
         if deleted := sorted(path for path in mirrored.keys() - local.keys() if not _is_path_left_out(path, left_out)):
-            store.delete([_make_object_key(folder, path) for path in deleted])  # first: a new file may replace a folder
+            store.delete([_make_object_key(folder, path) for path in deleted])  # first, as a file may replace a folder
             for path in deleted:
                 del mirrored[path]
 
@@ -590,7 +590,7 @@ class ArtifactMirror:
 
 
 def _is_path_left_out(path: str, left_out: Mapping[str, str]) -> bool:
-    """Return whether a file, one of its folders or the directory itself is left out, so that the file may exist."""
+    """Return whether a file, one of its folders or the directory is left out, and so the file may still exist."""
     names = path.split("/")
     return any("/".join(names[:depth]) in left_out for depth in range(len(names) + 1))
 

@@ -46,7 +46,7 @@ from prefect_tune.storage_retries import READ_TIMEOUT, with_retries, with_store
 
 
 def make_process_owner(*, attempt: int = 0) -> Owner:
-    """Return an `Owner` that identifies this process, for the `Superseded` errors that earlier owners get."""
+    """Return an `Owner` that identifies this process; the `Superseded` error of an earlier owner names it."""
     return Owner(
         name=flow_run.name or "a script",
         host=socket.gethostname(),
@@ -155,7 +155,7 @@ def read_experiment_to_resume(target: StorageTarget, experiment: str) -> Experim
 
 
 def read_experiment_raising_refusals(target: StorageTarget, experiment: str) -> Experiment:
-    """Read the journal like `read_experiment_to_resume`, for a caller that retries refusals.
+    """Read the journal like `read_experiment_to_resume`, but raise `StoreRefused` unchanged, for callers that retry it.
 
     Raises:
         ResumeFailed: the journal is damaged, or of an unknown version.
@@ -203,7 +203,7 @@ def acquire_and_adopt(
     try:
         owner, stamp = request.owner, request.stamp
         state_after = acquire_ownership(store, key, owner, stamp, events_for=collect_events, loaded=request.loaded)
-        if before is not None:  # it is None if an earlier try wrote the entry, and the reply was lost
+        if before is not None:  # it is None if an earlier try wrote the entry, but its reply was lost
             mark_dead_attempts_crashed(before, owner)
         # The second entry has its own stamp, so that a retry of the task recognizes both entries.
         adoption_stamp = WriteStamp(write_id=f"{stamp.write_id}-adopted", at=stamp.at)
@@ -236,7 +236,7 @@ def acquire_and_adopt_with_retries(target: StorageTarget, key: JournalKey, reque
 _ATTEMPT_TASK_KEY_PREFIXES = ("run_attempt-", "run_trial-")
 """The tasks that run attempts have `task_key`s with these prefixes, in a search and in a user's own flow."""
 _owners_of_this_process: set[Owner] = set()
-"""The `Owner` values with which this process took over journals. Their attempts are alive, and stay Running."""
+"""The `Owner` values with which this process took over journals. Task runs of their attempts stay Running."""
 
 
 def mark_dead_attempts_crashed(before: Experiment, owner: Owner) -> None:

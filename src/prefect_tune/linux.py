@@ -7,7 +7,7 @@
       a local server, the types of mounts                   folder is judged by its owner and mode, not its mount
     control groups limit CPUs and memory                  the machine limits CPUs and memory
 
-For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes Linux act like other systems.
+For tests, the environment variable `PREFECT_TUNE_PORTABLE` makes this package act on Linux as on other systems.
 Other modules make no Linux-only calls, except the fork server and its client. On other systems, the functions for the
 fork server raise, and all other functions of this module work.
 """
@@ -112,13 +112,13 @@ def list_descriptors() -> dict[str, str]:
 
 
 def list_other_thread_names() -> list[str]:
-    """Return the names of all threads except the first; "" for a thread that its library did not name."""
+    """Return the names of all threads except the first; "" for a thread that only has the name of the process."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
     inherited = Path("/proc/self/comm").read_bytes() if tasks else b""
     names = []
     for task in tasks:
         with suppress(OSError):  # the thread has ended
-            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut at 15 bytes, even in a character
+            name = (task / "comm").read_bytes().removeprefix(inherited)  # cut by the kernel, perhaps in a character
             names.append(name.decode(errors="replace").strip())
     return names
 
@@ -185,7 +185,7 @@ def count_available_cpus(root: Path = _CONTROL_GROUPS, own: Path = _OWN_GROUPS) 
         if quota > 0:
             counts.append(math.ceil(quota / period))
     for folder in iter_control_groups("", root, own):
-        with suppress(OSError, ValueError, ArithmeticError):  # "max" is no quota
+        with suppress(OSError, ValueError, ArithmeticError):  # "max" (no quota) is not a number
             quota, period = map(int, _read_kernel_file(f"{folder}/cpu.max").split())
             counts.append(math.ceil(quota / period))
     return max(1, min(counts))
@@ -217,7 +217,7 @@ class MemoryLimit:
     def _iter_values(self, *names: str) -> Iterator[int]:
         for folder in self._folders:
             for name in names:
-                with suppress(OSError, ValueError):  # "max" is no limit
+                with suppress(OSError, ValueError):  # "max" (no limit) is not a number
                     yield int(_read_kernel_file(f"{folder}/{name}"))
 
 

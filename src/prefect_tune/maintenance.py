@@ -98,7 +98,7 @@ class ExperimentMaintenance:
     verified_count: int = 0
     verified_bytes: int = 0
     unread_count: int = 0
-    """Checkpoints of the day's sample that were not read, because a limit of this run was reached."""
+    """Checkpoints of today's share (`DailyShare`) that were not read, because a limit of this run was reached."""
     damaged: list[DamageFinding] = field(default_factory=list)
     pruned_count: int = 0
     """Checkpoints that this run retired; in a dry run, checkpoints that it would retire."""
@@ -184,7 +184,7 @@ class MaintenanceReport(RenamedMembers):
 
 
 def publish_report(report: MaintenanceReport) -> None:
-    """Publish the report as an artifact of the flow run; errors are only logged, since the run also returns it."""
+    """Publish the report as an artifact of the flow run; only log errors, since the run also returns the report."""
     slug = re.sub(r"[^a-z0-9-]+", "-", report.target.lower()).strip("-")[-40:].strip("-")
     key = f"maintenance-{slug}-{hash_bytes(report.target.encode())[:6]}"
     try:
@@ -284,7 +284,7 @@ def maintain_experiment(options: MaintenanceOptions, name: str) -> ExperimentMai
 
 
 def _verify_and_quarantine(options: MaintenanceOptions, journal: JournalKey, upkeep: ExperimentMaintenance) -> None:
-    """Read the daily share. Publish damage before the quarantine, since later runs skip quarantined checkpoints."""
+    """Verify today's share. Publish damage before the quarantine, since later runs skip quarantined checkpoints."""
     if options.daily_share is None:
         return
     result = verify_checkpoints(options.target, journal, options.daily_share, options.max_bytes, options.until)
@@ -379,7 +379,7 @@ def delete_experiment(
         if (journal := find_generation_to_delete(store, validate_name(experiment))) is None:
             raise InvalidInput(no_experiment_message(store, experiment, resolved.uri))
         trials: Collection[str] = ()
-        if not is_generation_deleted(store, journal):  # if it is, an interrupted deletion has left objects
+        if not is_generation_deleted(store, journal):  # if it is deleted, an interrupted deletion has left objects
             state = load_experiment(store, journal)
             if not (even_if_running or state.is_being_deleted):
                 _require_no_live_run(store, state, resolved)

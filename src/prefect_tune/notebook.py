@@ -137,7 +137,7 @@ def live_output(
                 on_error(error)
             ended.wait()
 
-    context = copy_context()  # from it, the kernel knows in which cell to show the thread's output
+    context = copy_context()  # it tells the kernel in which cell to show the thread's output
     thread = threading.Thread(target=context.run, args=(run_display,), name="cell-output", daemon=True)
     thread.start()
     try:

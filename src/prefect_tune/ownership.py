@@ -6,12 +6,12 @@
                             first task, and `append_entry_after_newer` writes each entry after those of other tasks
 
 No process watches a run. The next run takes over the journal without asking the present owner. The exception is a
-scheduled run, which ends if `check_run_alive` in `prefect_api/flow_runs.py` finds the owner alive by the owner's state
-and heartbeats. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have
+scheduled run, which ends if `check_run_alive` in `prefect_api/flow_runs.py` finds, by state and heartbeats, that the
+owner is alive. `has_process_ended` in `journal_access.py` decides whether the attempts of an earlier owner have
 crashed. `terminal/formatting.py` decides what `show` calls *stale* and when `delete` is rejected.
 
-The tasks of a user's own flow share no memory, so they read from the journal whether their flow run owns the experiment
-now, only earlier, or never: each takeover names the flow run and its run count. A superseded run never takes it back.
+The tasks of a user's own flow share no memory, so they read from the journal whether their flow run is the owner, was
+the owner, or never was: each takeover's entry names the flow run and its run count. A superseded run stays superseded.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ _last_callers: dict[tuple[str, str], tuple[str, UUID | None, int]] = {}
 def with_experiment_name(plan: SearchPlan, config: object = None) -> SearchPlan:
     """Return `plan` with a name for its experiment, for a call that passes no name; a repeated call gets the same name.
 
-    For each experiment of a root run, a document on the target records the call that claimed the name: the call's
+    For each experiment of a root run, a document on the target records the call that claimed its name: the call's
     location, and a digest of what the call trains. The name for the first call is the root's id; for every other call,
-    the id and a digest of a number. So a retry may repeat the calls in another order, or only some of them.
+    the id and a digest of `CallPath.prefix` and a number. So a retry may repeat only some calls, in any order.
 
     Raises:
         InvalidInput: a retry could not distinguish this call from a running call; or an earlier try left an unfinished

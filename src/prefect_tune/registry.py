@@ -1,4 +1,4 @@
-"""The names of schedulers, searches and stoppers in JSON, in forms and on the command line. Imports none of them."""
+"""The names of schedulers, searches and stoppers in JSON, in forms and on the command line; none is imported here."""
 
 from collections.abc import Mapping
 
@@ -40,4 +40,4 @@ OPTION_FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of each class. A dict with exactly a class's fields as keys is an object, sent without its class."""
+"""The fields of each class. A dict with exactly these keys is an object of the class that was sent without its name."""

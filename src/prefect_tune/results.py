@@ -373,7 +373,7 @@ class Results:
         return None
 
     def _reload_trials(self, trial: str | Trial | None) -> Sequence[Trial]:
-        """Return `trial`, or all; read them again if one had not ended, since its checkpoints may have changed."""
+        """Return `trial`, or all trials if None; if any had not ended, read them again, since they may have changed."""
         trials = [self._require_trial(trial)] if trial is not None else list(self.trials.values())
         if all(earlier.phase in ENDED_PHASES for earlier in trials):
             return trials

@@ -96,7 +96,7 @@ def should_retry_with_refusals(_task: Task[..., object], _task_run: TaskRun, sta
     """Like `should_retry`, but retry `StoreRefused` too; for the tasks that store the training of a user's own flow.
 
     Such a task does not know whether the target has served its flow run before (see `retrying_refusals`). If the task
-    failed at once when credentials expire, the flow would lose the steps since its last checkpoint.
+    failed at once when credentials expired, the flow would lose the steps since its last checkpoint.
     """
     error = state.result(raise_on_failure=False)
     return is_retryable(error) or (isinstance(error, StoreRefused) and not is_work_abandoned())
@@ -119,7 +119,7 @@ def with_retries(
     pauses_seconds: Sequence[float] | None = None,
     work: str = "",
 ) -> _Out:
-    """Return `act()`, with the retries of a task, for work too small for a task run. Log lines begin with `work`."""
+    """Return `act()`; retry it as a task would, for work too small for a task run. Log lines begin with `work`."""
     default_pauses = _PAUSES_SECONDS if _retries_refusals.get() else _PAUSES_SECONDS[:_MAX_FIRST_RETRIES]
     for pause_seconds in default_pauses if pauses_seconds is None else pauses_seconds:
         try:
@@ -135,7 +135,7 @@ def with_retries(
 
 
 def with_store(target: StorageTarget, act: Callable[[ObjectStore], _Out], timeout: timedelta = READ_TIMEOUT) -> _Out:
-    """Return `act(store)`, with the retries of a task. Each try opens the target again, and can take `timeout`."""
+    """Return `act(store)`; retry it as a task would. Each try opens the target again, and can take `timeout`."""
 
     def act_on_store() -> _Out:
         with target.open(timeout=timeout) as store:
@@ -152,7 +152,7 @@ def get_run_log() -> Log:
         return get_logger("prefect_tune")
 
 
-# Options of every task that uses a target. Results are never cached, since only the store is authoritative.
+# Options of every task that uses a target. Results are never cached, since only the target is authoritative.
 TASK_RETRY_OPTIONS: dict[str, Any] = {
     "cache_policy": NO_CACHE,
     "persist_result": False,

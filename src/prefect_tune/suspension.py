@@ -88,7 +88,7 @@ ResumeAction: TypeAlias = Literal["continue", "extend", "other checkpoint", "sto
 
 
 class ResumeChoice(Value):
-    """The user's choice of how to resume. A 0 leaves the limit unchanged."""
+    """The user's choice of how to resume. If a number is 0, its limit stays unchanged."""
 
     action: ResumeAction = "continue"
     samples: int = Field(default=0, ge=0)
@@ -124,7 +124,7 @@ def parse_choice(answer: Mapping[str, object], limits: ResumeLimits) -> ResumeCh
     """Return the choice in the `answer` to a form.
 
     Raises:
-        InvalidInput: the choice is impossible, or ignores a number that the user entered. The form shows the message.
+        InvalidInput: the choice is impossible, or ignores a number that the user entered. A new form shows the message.
     """
     try:
         choice = ResumeChoice.model_validate(answer)
@@ -176,7 +176,7 @@ def _validate_extension(
 
 
 def replace_stop_limits(stop: object, steps: int, hours: float) -> Sequence[object]:
-    """Return a stop criterion as JSON, in which `steps` and `hours` replace its own limits; a 0 replaces nothing."""
+    """Return `stop` as JSON, with `steps` and `hours` in place of its own limits; a 0 keeps the limit of `stop`."""
     limits: list[object] = [{"step": steps}] if steps else []
     limits += [{"MaxTime": {"time_seconds": 3600 * hours}}] if hours else []
     replaced = {*(("step", "MaxSteps") if steps else ()), *(("MaxTime",) if hours else ())}
@@ -287,7 +287,7 @@ class _TrainingForm(RunInput):
 
 
 def _fill_form(form: InputForm, description: str, **defaults: float) -> InputForm:
-    """Return the form with these defaults, since `with_initial_data` would set them, but lose the fields' titles."""
+    """Return `form` with these defaults; `with_initial_data` could set them, too, but would lose the fields' titles."""
     fields: dict[str, Any] = {
         name: (
             field.annotation,
@@ -367,7 +367,7 @@ def make_resume_limits(stop: object, *, samples: int = 0, checkpoints: Sequence[
 
 
 def apply_choice_to_stop(stop: object, choice: ResumeChoice) -> object:
-    """Return the stop criterion. If the choice is "extend", the choice's larger limits replace the criterion's."""
+    """Return `stop`. If the action is "extend", each limit in `choice` that is larger replaces the limit of `stop`."""
     if choice.action != "extend":
         return stop
     limits = make_resume_limits(stop)
@@ -406,7 +406,7 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True)
 class ResumeQuestion:
-    """What a suspended run asks the user: the present limits, the form, and the effect of a choice."""
+    """How a suspended run asks the user: functions for the present limits, the form, and the effect of a choice."""
 
     get_limits: Callable[[SearchPlan, Experiment], ResumeLimits]
     """Returns the current limits, and the steps of the checkpoints that can be chosen."""
@@ -472,7 +472,7 @@ def raise_pause_if_suspended(plan: SearchPlan, question: ResumeQuestion, state: 
 def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: int) -> Experiment:
     """Make this run the owner of its experiment, and return the new state. The run trains `slots` trials at a time.
 
-    `experiment` is the state that was just read. Raises the errors of `make_next_owner` and `acquire_experiment`.
+    `experiment`: as the caller has just read it. Raises the errors of `make_next_owner` and `acquire_experiment`.
     """
     plan = segment.plan
     owner = make_next_owner(experiment, plan.failure_policy.max_restarts)
@@ -482,13 +482,13 @@ def acquire_run_ownership(segment: RunSegment, experiment: Experiment, slots: in
 
 @contextmanager
 def handling_takeover_and_interrupt(segment: RunSegment) -> Iterator[None]:
-    """If another process of this flow run took over, let it set the run's state; on an interruption, say how to resume.
+    """If another process of this flow run took the experiment over, let that process set the run's state.
 
-    What can be resumed, and how, is logged on SIGTERM; on Ctrl-C, it is the message of the `KeyboardInterrupt`.
+    On an interruption, say what can be resumed, and how: on SIGTERM, in the log; on Ctrl-C, in the `KeyboardInterrupt`.
 
     Raises:
         Abort: instead of `Superseded`, if the new owner is another process of the same flow run.
-        KeyboardInterrupt: after Ctrl-C. Python prints the message last. Outside the main thread, it is logged, too.
+        KeyboardInterrupt: after Ctrl-C. Python prints its message last; outside the main thread, the log has it, too.
     """
     try:
         yield
@@ -579,7 +579,7 @@ SEARCH_QUESTION = ResumeQuestion(_get_search_limits, _extend_search, _make_searc
 
 
 def _unusable_checkpoint_reason(target: StorageTarget, state: Experiment, choice: ResumeChoice) -> str | None:
-    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if the user chose none."""
+    """Return why a training cannot resume from the chosen checkpoint; None if it can, or if none was chosen."""
     if choice.action != "other checkpoint":
         return None
     (trial,) = state.trials.values()

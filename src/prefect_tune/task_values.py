@@ -235,7 +235,7 @@ class ExperimentState(Value):
     owner: str
     """The run that owns the experiment, named as in messages; empty if the experiment has no owner."""
     trials: Mapping[str, TrialState] = Field(default_factory=dict)
-    """The trials by name, in the order of their addition."""
+    """The trials by name, in the order in which they were added."""
 
 
 def make_committed_checkpoint(

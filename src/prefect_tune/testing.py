@@ -73,7 +73,7 @@ async def _refuse_async_request(_client: object, request: httpx.Request, **_opti
 def _run_flow(flow: FlowWithServer[Any, Any], *args: Any, **options: Any) -> Any:
     """Validate the arguments, and call the flow's function in the context of a flow run.
 
-    Remove this package's frames from the traceback of a user error, for readable test failures.
+    If it raises a `TuneError`, omit this package's frames from the traceback, so that a test failure is readable.
     """
     __tracebackhide__ = True
     try:

@@ -225,7 +225,7 @@ _CODE_FINDERS: Mapping[str, _CodeFinder] = {
     "trial_job_variables": _find_in_job_variables,
     "warm_start": _find_in_warm_start,
 }
-"""For each option of `StoredForm.CHOICE`, the function that finds the code and locations in the option's value."""
+"""For each option that is stored as `StoredForm.CHOICE`: the function that finds code and locations in its value."""
 
 
 # Refuse a resume by name if the experiment's journal names untrusted code, locations or job variables. A user who can
@@ -256,7 +256,7 @@ def resolve_trusted_packages(packages: Sequence[str] | None) -> Sequence[str]:
 def require_trusted_code(
     target: StorageTarget, state: Experiment, passed: Collection[str], packages: Sequence[str]
 ) -> None:
-    """Require that the code, locations and job variables in the journal are trusted, before importing any of them.
+    """Require that the code, locations and job variables in the journal are trusted, before any of them is used.
 
     Args:
         target: where the experiment is stored.
@@ -303,7 +303,7 @@ def sign_settings(target: StorageTarget, state: Experiment, settings: Mapping[st
 
 
 def _shared_journal_reason(target: StorageTarget, state: Experiment) -> str | None:
-    """Return why other users may have written this journal or, for a fork, an origin's; None if they cannot have."""
+    """Return why other users may have written this journal or, for a fork, an origin's journal; None if they cannot."""
     if not isinstance(target, LocalTarget):
         return "the target is not a local folder"
     if target.may_hang:

@@ -164,14 +164,14 @@ class Attempt:
                 yield group
 
     def _open_process(self, start: Start) -> AbstractContextManager[TrialChannel]:
-        """Open the process of one rank. If the rank is not 0, the log lines of its process contain its number."""
+        """Open the process of a rank. The log lines of a rank other than 0 contain the number of the rank."""
         if self.spec.isolation == "thread":
             return open_trial_thread(start, self.log)
         log = make_rank_log(self.log, start.rank.rank) if start.rank.rank else self.log
         return self.channel.open_process(start, log, self.request.environment)
 
     def _get_journaled_result(self, trial: Trial) -> AttemptResult | None:
-        """Return the journaled end or pause of the trial; None if the journal contains neither."""
+        """Return the journaled end or pause of the trial; None if the trial is neither finished nor paused."""
         if trial.phase is Phase.FINISHED:
             kind = trial.finish_kind or FinishKind.CRITERION
             return AttemptResult(TrialFinished(trial=self._trial_name, reason=trial.end_reason, kind=kind), trial)
@@ -180,7 +180,7 @@ class Attempt:
         return None
 
     def _restore_newest_checkpoint(self, journal: TrialJournal, destination: Path) -> Path | None:
-        """Restore the newest valid checkpoint; quarantine newer, invalid ones. Return the restored folder, or None."""
+        """Restore the newest valid checkpoint; quarantine newer ones. Return its folder, or None if none exists."""
         spec, name = self.spec, self._trial_name
         _log_quarantined_checkpoints(journal.trial, self.log)
         while (newest := newest_checkpoint(journal.trial)) is not None:
@@ -283,7 +283,7 @@ class ReportReader:
 
 
 def stays_finished(trial: Trial, stopper: Stopper, reader: ReportReader) -> bool:
-    """Return whether a finished trial stays finished, because it meets `stopper` or no stop criterion ended it."""
+    """Return whether a finished trial stays finished: it meets `stopper`, or it was not ended by a stop criterion."""
     if trial.finish_kind not in (None, FinishKind.CRITERION) or trial.metrics.get("done") is True:
         return True
     reports = reader.read_reports(trial) if stopper.needs_history else [last_report(trial)]

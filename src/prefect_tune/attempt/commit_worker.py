@@ -4,9 +4,9 @@ The thread writes entries with `attempt/search_channel.py`. Queued reports are w
 more often, and immediately if a report needs a decision. The training loop never waits for a journal entry, only for
 decisions and saves (`runtime/session.py`).
 
-If the last step has a checkpoint, an entry after the commit's entry finishes the trial. Before that, the checkpoint is
-saved again if another was quarantined during its save, because both may share the damage. The end of an attempt is
-never journaled before a save that precedes it. Ranks cannot save different files of the same name.
+If the last step has a checkpoint, an entry after the commit's entry finishes the trial. If another checkpoint was
+quarantined during the save, the new one is saved again first, because both may share the damage. The end of an attempt
+is never journaled before a save that precedes it. Ranks cannot save different files of the same name.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class CommitWorker:
     def queue_end(self, outcome: Outcome) -> None:
         """Queue the last entry: the remaining reports, then `outcome` with the resource usage of the attempt.
 
-        The entry is not written if the entry after a commit has already finished the trial.
+        The entry is not written if an entry after a commit has already finished the trial.
         """
         self.outcome = outcome
         self._work.put(self._write_end)
@@ -559,7 +559,7 @@ class TrialArtifacts:
             syncer.wait_or_retry(_MAX_RETRIES, _BACKOFF_SECONDS)
 
     def _start_upload(self, syncer: Syncer, *, only_if_needed: bool = False) -> None:
-        """Start a sync; with the default syncer only once a file exists, because most trials have no artifacts."""
+        """Start a sync; do not start the default syncer before a file exists, because most trials have no artifacts."""
         if isinstance(syncer, TargetSyncer) and not self._had_files:
             self._had_files = any(Path(self._directory).iterdir())
             if not self._had_files:
@@ -579,7 +579,7 @@ class TrialArtifacts:
 
 
 def make_syncer(config: SyncConfig, target: StorageTarget) -> Syncer | None:
-    """Return the artifact syncer of one attempt, which must close it; return None if `config.syncer` is None.
+    """Return an attempt's artifact syncer, which the attempt must close; return None if `config.syncer` is None.
 
     Each attempt gets its own copy of a user's syncer, since several attempts may run at once. `sync_period` and
     `sync_timeout` are passed only to a class that inherits the constructor of `Syncer`.

@@ -48,15 +48,15 @@ def run_interruptible(work: Callable[[threading.Event], _T], *, grace: timedelta
 
     The signal handlers of Prefect and Python stay in place, and raise an exception in the main thread. That thread
     only waits here, so the exception interrupts no commit, and Prefect still recognizes a cancellation from the UI. If
-    another thread calls this function, the exception is raised in that thread, and the main thread gets the signal
-    later (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s to end. Then the exception is
-    raised even if `work` still runs; from then on, `work` retries no request, because the process waits for its threads
-    at exit. A second Ctrl-C kills the trials and is raised within 1 s. If the main thread then ends, and `work` still
-    runs 1 s later, for example because its target hangs, SIGINT ends the process.
+    a thread other than the main thread calls this function, the exception is raised in that thread, and the main thread
+    gets the signal later (`prefect_api/held_signals.py`). After the signal, `work` has `grace` plus 3 s to end. Then
+    the exception is raised even if `work` still runs; from then on, `work` retries no request, because the process
+    waits for its threads at exit. A second Ctrl-C kills the trials and is raised within 1 s. If the main thread then
+    ends, and `work` still runs 1 s later, for example because its target hangs, SIGINT ends the process.
 
     *Cancel* of the flow run, polled once per `poll_interval`, acts like SIGTERM, and the run ends as Cancelled.
-    *Suspend* also sets `stop`: trials get the grace period, then the result of `work` is returned. The caller learns
-    the reason from `is_flow_run_suspended()`. If the reader of this process's log exits, `work` continues.
+    *Suspend* also sets `stop`: trials get the grace period, then the result of `work` is returned, and
+    `is_flow_run_suspended()` tells the caller why. If the reader of this process's log exits, `work` continues.
     """
     ignore_broken_log_pipe()
     stop, abandoned = threading.Event(), threading.Event()
@@ -135,7 +135,7 @@ def _wait_for_work(done: Future[_T], grace: timedelta) -> None:
 
 def _abandon_work(done: Future[_T]) -> None:
     """Remove the live table, and give the supervisors of the killed trials 1 s to journal the attempts' ends."""
-    # Python runs such hooks before it waits for the threads of executors. Prefect uses this private function, too.
+    # Python calls what is registered here before it waits for executors' threads. Prefect uses this function, too.
     at_exit: Callable[[Callable[[], None]], None] = vars(threading)["_register_atexit"]  # no public hook runs as early
     at_exit(partial(_exit_unless_done, done, frozenset(threading.enumerate())))
     end_display()

@@ -215,7 +215,7 @@ class OtherNodes:
         host = find_local_address()
         try:
             self._listener = socket.create_server((host, 0))
-        except OSError:  # `host` may be a name to which no socket can be bound, such as a Kubernetes service's
+        except OSError:  # `host` may be a name to which no socket can be bound, such as that of a Kubernetes service
             self._listener = socket.create_server(("", 0))
         request = hash_bytes(self._secret.encode())
         self._address = NodeAddress(host=host, port=self._listener.getsockname()[1], request=request)
@@ -330,7 +330,7 @@ class OtherNodes:
                 self._hosts[node] = arrived.host
                 self._connections[node] = NodeConnection(connection, node, on_message, on_lost)
                 return
-        # The node is too late, or another process of it has connected: ignore its messages and the connection's end.
+        # The node is too late, or another of its processes is connected already: ignore this connection from now on.
         rejected = NodeConnection(connection, 0, lambda _: None, lambda _: None)
         rejected.send(GroupEnded())
         rejected.close()
@@ -411,7 +411,7 @@ class _RemoteRankChannel(TrialChannel):
 
 
 def find_local_address() -> str:
-    """Return this node's address for other nodes: `MASTER_ADDR` if set, else its IP address on the default route."""
+    """Return the address for other nodes to connect to: `MASTER_ADDR` if set, else the IP of the default route."""
     if configured := os.environ.get("MASTER_ADDR"):
         return configured
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -439,7 +439,7 @@ def train_node(
 def _connect_to_node_0(
     spec: TrialSpec, request: AttemptRequest, stop: threading.Event
 ) -> tuple[NodesKey, Connection] | Reason:
-    """Connect to node 0 of the requested attempt or of a later one; return the reason if that fails."""
+    """Connect to node 0 of the requested attempt or of a later attempt. If that fails, return why."""
     deadline, reachable_until = Deadline.after(_NODE_0_TIMEOUT), None
     first_attempt, poll_count = max(1, request.attempt), 0
     while deadline.remaining_seconds:
@@ -600,7 +600,7 @@ class _WorkerNode:
         self._node_0.send(FromRank(rank=rank, message=message))
 
     def _send_part(self, wanted: SendPart) -> None:
-        """Upload this node's files of a step. If it has none, do nothing, because node 0 then expects no part."""
+        """Upload this node's files of a step. If there are none, do nothing, because node 0 then expects no part."""
         step, sender = wanted.key.step, (self._key, self._node, self._term)
         with self._part_lock:
             if step not in self._part_directories and step not in self._merged_directories:

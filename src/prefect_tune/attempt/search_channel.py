@@ -100,7 +100,7 @@ class SubmittingJournal(TrialJournal):
 
     def add_report(self, event: StepReported) -> None:
         submitted = EventsSubmitted(event.trial, (event,), is_awaited=False)
-        while self._reports and _is_durable(self._reports[0][1]):  # reports become durable in their order
+        while self._reports and _is_durable(self._reports[0][1]):  # reports become durable in the order of the calls
             self._reports.popleft()
         self._reports.append((event.report, submitted.entry_written))
         self._submit(submitted)
@@ -178,7 +178,7 @@ class OutboxJournal(_BufferedJournal):
         self._target, self._key, self._outbox = target, key, trial.outbox
         self._post_count = 0
         self._has_unread_posts = False
-        """Whether the post `_MAX_UNREAD_POSTS` before the newest exists: a search that reads posts deletes them."""
+        """Whether the post `_MAX_UNREAD_POSTS` before the newest still exists, so no search has read and deleted it."""
 
     def get_flush_interval(self, sync: SyncConfig) -> timedelta:
         """Return the time between posts: short while a search reads posts to show the newest step, otherwise longer."""

@@ -21,12 +21,12 @@ The attempt ends for one of these reasons, checked in this order (`_check_outcom
     4  rank 0 or the parent has ended, and the others had up to 20 s to end      (the outcome of rank 0 or the parent)
        or a rank has failed, and the root cause had 1 s per node to arrive       that of the root cause
     5  the parent has ended, but rank 0 still runs 20 s later                    MACHINE
-    6  parts (of two successive saves, or the last), a rank or metrics are late  MACHINE, TRAINABLE, MACHINE
+    6  late: parts (of 2 saves in a row, or the last), a joining rank, metrics   MACHINE, TRAINABLE, MACHINE
     7  the whole run stops, and `spec.grace_period` ends or is cut short         PREEMPTED
     8  silence for `spec.silence_timeout` while no save or decision is pending   MACHINE
 
-`StopTrial` asks the trial to end the attempt, without a time limit, also for a pause or an exploit. `CheckpointAndStop`
-asks the trial to save and end, because the whole run stops. A user's stop request leads to one of these messages.
+`StopTrial` asks the trial to end the attempt, also for a pause or an exploit, and sets no time limit.
+`CheckpointAndStop` asks the trial to save and end, because the whole run stops. A user's stop request leads to either.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ _POLL_INTERVAL = timedelta(seconds=0.1)
 _ROOT_CAUSE_TIMEOUT = timedelta(seconds=1)
 """The wait per node for the root cause, since errors of collectives often arrive before the crash that caused them."""
 _DIED, _FAILED, _ENDED_EARLY = range(3)
-"""The kinds of failure. If several ranks fail within `_ROOT_CAUSE_TIMEOUT`, the lowest is the likeliest root cause: a
-crash makes other ranks raise, and their errors may arrive before the crash. But a launcher kills its other ranks after
-one has failed. So the loss of such a rank counts as `_FAILED`, unless it exited before the launcher killed any rank."""
+"""The kinds of failure. If several ranks fail within `_ROOT_CAUSE_TIMEOUT`, the lowest kind is the likeliest root
+cause, because a crash makes other ranks raise, and their errors may arrive before the crash. But if one rank fails, a
+launcher kills the others, so a lost rank of a launcher is `_FAILED`, unless it exited before any rank was killed."""
 _RANK_EXIT_TIMEOUT = timedelta(seconds=20)
 """How long the other ranks may run after rank 0 has ended, and rank 0 after the parent process has ended."""
 PARTS_TIMEOUT = timedelta(minutes=5)
@@ -112,13 +112,13 @@ class _Supervisor:
         self._spec, self._channel, self._meter = spec, channel, meter
         self._make_collectors()
         self._failures: list[tuple[int, AttemptEnded, int | None]] = []
-        """Each failure: its kind, such as `_DIED` (the lowest is the root cause), the end, and the rank or None."""
+        """Of each failure: its kind (the lowest is the root cause), the attempt's outcome, and the rank or None."""
         self._leading_outcome: Outcome | None = None
-        """The outcome of rank 0 or the parent process, or the failure of another rank in that rank's last step."""
+        """The attempt's outcome: that of rank 0 or the parent process, or a failure in another rank's last step."""
         self._end_deadline: Deadline | None = None
         """When the attempt ends at the latest; set with `_leading_outcome`, or at the first failure."""
         self._rank_0_deadline: Deadline | None = None
-        """When rank 0 must have ended, once the parent process has ended."""
+        """The time by which rank 0 must end; None until the parent process has ended."""
         self._ended_ranks: set[int] = set()
         """The ranks that have sent their last message, or are lost."""
         self._rank_end_reasons: dict[int, AnyReason] = {}
@@ -129,7 +129,7 @@ class _Supervisor:
         self._submitted_save_count = self._failed_save_count = 0  # counted by this thread
         self._committed_save_count = 0  # counted by the commit worker's thread
         self._saves_without_node_part: queue.SimpleQueue[FailedSave] = queue.SimpleQueue()
-        """The saves that lack the part of a node, put here by the commit worker's thread."""
+        """The failed saves that lack a node's part; the commit worker's thread adds them."""
         self._failed_save_reasons: list[Reason] = []
         """The reasons of the failed saves since the last committed checkpoint."""
         self._loaded_ranks: set[int] = set()
@@ -138,9 +138,9 @@ class _Supervisor:
         self._silent_since: float | None = None
         """When the last message, commit, failed save or answer came; None until all ranks have loaded the trainable."""
         self._awaits_decision = False
-        self._stop_answer: StopTrial | None = None  # ends this attempt; sent again to a rank 0 that joins later
+        self._stop_answer: StopTrial | None = None  # ends this attempt; sent again if rank 0 joins later
         self._grace_deadline: Deadline | None = None
-        """The time by which the trial must save and end, once the whole run stops."""
+        """The time by which the trial must save and end; None until the whole run stops."""
         channel.subscribe(self._on_answer)
 
     def run(self) -> Outcome:
@@ -228,7 +228,7 @@ class _Supervisor:
             self._add_rank_0_part(done)
             return
         self._step_count += 1
-        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # these have returned, but rank 0 goes on
+        if early := sorted(self._returned_ranks - {0, PARENT_RANK}):  # these ranks returned before rank 0
             self._returned_ranks.clear()
             self._log.warning(
                 "rank %s has returned, but rank 0 reported another step: every rank must call pt.report once in each "
@@ -246,7 +246,7 @@ class _Supervisor:
             self._channel.expect_decision(done.report)
 
     def _on_answer(self, answer: Answer) -> None:
-        if self._awaits_decision and self._silent_since is not None:  # the trial was silent because it waited
+        if self._awaits_decision and self._silent_since is not None:  # this wait does not count as silence
             self._silent_since = time.monotonic()
         self._awaits_decision = False
         if isinstance(answer, StopTrial):
@@ -298,13 +298,13 @@ class _Supervisor:
         if decides and self._leading_outcome is None and not self._failures:
             is_preempted = isinstance(outcome, AttemptEnded) and outcome.cause is Cause.PREEMPTED
             if self._failed_save_reasons and (is_preempted or isinstance(outcome, TrialFinished)):
-                cause = Cause.PREEMPTED if is_preempted else Cause.MACHINE  # the save for the end or the stop failed
+                cause = Cause.PREEMPTED if is_preempted else Cause.MACHINE  # the trial's last save failed
                 outcome = self._make_attempt_ended(cause, self._failed_save_reasons[-1])
             self._leading_outcome = outcome
             self._end_deadline = Deadline.after(_RANK_EXIT_TIMEOUT if self._step_count else _POLL_INTERVAL)
 
     def _on_rank_failure(self, rank: int, ended: AttemptEnded, *, raised_after_end: bool) -> None:
-        """Record the failure of a rank; `raised_after_end` says whether it raised after it had ended the training."""
+        """Record the failure of a rank; `raised_after_end` says whether it raised after its training had ended."""
         cause, reason, memory = ended.cause, ended.reason, None
         if cause is Cause.MACHINE and self._group.is_local(rank) and self._meter.is_out_of_memory(is_killed=False):
             cause = Cause.OUT_OF_MEMORY  # the kernel killed a child process of the trial
@@ -331,12 +331,12 @@ class _Supervisor:
             reason = make_reason("invalid-use", text=str(error), rank=self._rank_for_reason(rank))
             return self._make_attempt_ended(Cause.TRAINABLE, reason)
         if rank > 0 and self._group.parent_is_rank_0 and isinstance(self._leading_outcome, TrialFinished):
-            self._rank_end_reasons[rank] = _RETURNED_REASON  # rank 0 launched this rank, and has finished
+            self._rank_end_reasons[rank] = _RETURNED_REASON  # no failure: rank 0, its launcher, has finished
             return None
         end = self._group.end_rank(rank)
         self._rank_end_reasons[rank] = rank_end_reason(end)
         is_killed = end.signal == "SIGKILL"
-        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # only the launcher knows its end
+        is_hidden = end.reason is not None and end.reason.code == "rank-vanished"  # its launcher hides how it ended
         may_lack_memory = (is_killed or is_hidden) and self._group.is_local(rank)
         if may_lack_memory and self._meter.is_out_of_memory(is_killed=is_killed):
             cause, memory = Cause.OUT_OF_MEMORY, self._meter.out_of_memory_reason()
@@ -384,7 +384,7 @@ class _Supervisor:
     def _check_outcome(self) -> Outcome | None:
         """Return the outcome if the attempt ends now; else None. The module's docstring lists the checks in order."""
         is_trainable_error = isinstance(error := self._commit_worker.error, TRAINABLE_ERRORS)
-        if is_trainable_error and not self._failures:  # a failed rank may have deleted the checkpoint's files
+        if is_trainable_error and not self._failures:  # otherwise, a failed rank may have deleted the files
             return self._make_attempt_ended(Cause.TRAINABLE, make_reason("save-failed", error=str(error)))
         if error is not None and not is_trainable_error:
             text = f"{type(error).__name__}: {error}"
@@ -441,7 +441,7 @@ class _Supervisor:
         )
         self._group.send_to_rank_0(SaveFailed(step=failed.step))
         if self._silent_since is not None:
-            self._silent_since = time.monotonic()  # until now, the ranks may have waited for this save
+            self._silent_since = time.monotonic()  # count silence from now: the ranks may have waited
         return None
 
     def _check_joins(self) -> Outcome | None:
@@ -500,7 +500,7 @@ class PartCollector:
         self._timeout = timeout
         self._pending: dict[int, _PartialSave] = {}
         self._failed_steps: set[int] = set()
-        self._closed_step = -1  # up to this step, no new checkpoint begins; a begun one still accepts late parts
+        self._closed_step = -1  # no checkpoint of a step up to this one may begin; begun ones still accept parts
 
     def reopen_step(self, step: int) -> None:
         """Accept parts of `step` again, even after `close_steps`, since rank 0 commands all ranks to save this step."""
@@ -528,7 +528,7 @@ class PartCollector:
         return self._pop_if_complete(part.step)
 
     def close_steps(self, step: int) -> None:
-        """Close the steps up to `step`. Drop the parts of other ranks for steps at which rank 0 saved no checkpoint.
+        """Begin no more checkpoints up to `step`; drop other ranks' parts for steps at which rank 0 did not save.
 
         Raises:
             InvalidInput: a rank saved a checkpoint at a step at which rank 0 saved none.
@@ -539,7 +539,7 @@ class PartCollector:
                 _require_no_files(rank, part)
 
     def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
-        """Return a reason if ranks in `ended` did not add their parts of a checkpoint; None otherwise."""
+        """Return why a checkpoint cannot become complete: ranks in `ended` did not add their parts; None otherwise."""
         for step, pending in self._pending.items():
             ranks = [rank for rank in self._other_ranks if rank not in pending.parts and rank in ended]
             if pending.done is not None and ranks:
@@ -547,7 +547,7 @@ class PartCollector:
         return None
 
     def fail_overdue_save(self) -> FailedSave | None:
-        """Remove one overdue checkpoint, with its files, and return it; return None if no checkpoint is overdue."""
+        """Delete the files of one overdue checkpoint, and return the failed save; None if no checkpoint is overdue."""
         for step, pending in self._pending.items():
             if pending.done is None or pending.deadline.remaining_seconds > 0:
                 continue
@@ -615,7 +615,7 @@ class MetricsCollector:
         return MeanMetrics(step=report.step, metrics=average_metrics([by_rank[rank] for rank in self._ranks]))
 
     def ended_rank_reason(self, ended: Collection[int]) -> Reason | None:
-        """Return a reason if ranks in `ended` did not report metrics for the mean of a step; None otherwise."""
+        """Return why the mean of a step cannot be computed: ranks in `ended` did not report it; None otherwise."""
         ranks = [rank for rank in self.missing_ranks if rank in ended]
         return make_reason("ranks-left-mean", ranks=ranks, step=self._step) if ranks else None
 

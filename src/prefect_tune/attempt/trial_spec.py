@@ -29,7 +29,7 @@ from prefect_tune.runtime.trainable import Reuse
 class TrialSpec:
     """How a trial is trained, and where its checkpoints are stored. All attempts of the trial have the same spec.
 
-    `make_spec_parameter` makes a spec a parameter of the flow `train_trial`: a reference replaces the target.
+    `make_spec_parameter` turns a spec into a parameter of the flow `train_trial`; in it, a reference names the target.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -84,7 +84,7 @@ class AttemptRequest:
     milestone: int | None = None
     """The next step at which the trial waits for a decision; None if there is no such step."""
     saves_first: bool = False
-    """Whether the trial commits a checkpoint of `milestone` before it waits."""
+    """Whether the trial commits a checkpoint of the step `milestone` before it waits for the decision."""
     secret: str = field(default="", repr=False)
     """The secret that authenticates the connections between the nodes of the attempt; empty for a single node."""
     environment: Mapping[str, str] = field(default_factory=dict)

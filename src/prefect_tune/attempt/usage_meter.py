@@ -75,7 +75,7 @@ class UsageMeter:
         """Record each phase's seconds, as the trial sent them (None: unchanged). At the last step, take a sample."""
         self._trial = seconds or self._trial
         if is_last_step and self._processes is not None:
-            self._processes.take_sample()  # now: once this step is committed, another thread may journal the usage
+            self._processes.take_sample()  # now, since another thread may journal the usage after the commit
 
     def sample_if_due(self, phase: str) -> None:
         """Record the current phase, `training`, `saving` or `waiting`, and take a sample if one is due."""
@@ -118,7 +118,7 @@ class UsageMeter:
     def is_out_of_memory(self, *, is_killed: bool) -> bool:
         """Return whether the kernel recently killed a process to free memory, or the trial was killed near its limit.
 
-        Earlier kills do not count, since the counter includes kills of other trials in the control group or machine.
+        Earlier kills do not count, because the kernel's counter includes kills of processes of other trials.
         """
         peak = self._processes.memory.peak if self._processes is not None else None
         return self._has_new_oom_kill() or (is_killed and (peak or 0) >= _NEAR_LIMIT * self._memory_limit.read_limit())
@@ -265,7 +265,7 @@ def list_gpus(environment: Mapping[str, str], driver: Path = _DRIVER_FOLDER) -> 
         return parse_visible_devices(visible)
     if driver.is_dir():
         return tuple(str(number) for number in range(len(list(driver.iterdir()))))
-    if (program := shutil.which("nvidia-smi")) is None:  # ask it, because a container may lack the driver's folder
+    if (program := shutil.which("nvidia-smi")) is None:  # a container may lack the driver's folder: ask this program
         return ()
     with suppress(OSError, subprocess.TimeoutExpired):
         command, timeout = [program, "-L"], _NVIDIA_SMI_TIMEOUT_SECONDS

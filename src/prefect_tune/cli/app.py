@@ -49,7 +49,7 @@ def printing_short_errors(when_interrupted: str) -> Iterator[None]:
         """Hide each `TuneError` from Prefect's log, since `run_app` and the run's state show the error's message."""
         return not (record.exc_info and isinstance(record.exc_info[1], TuneError))
 
-    # Raise KeyboardInterrupt on SIGTERM. During a flow run, Prefect handles it, then sends it to this process again.
+    # Raise KeyboardInterrupt on SIGTERM. During a flow run, Prefect first handles SIGTERM, then sends it again.
     terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addFilter(has_no_tune_error)

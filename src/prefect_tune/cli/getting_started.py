@@ -141,7 +141,7 @@ def _run_drill(plan: DrillPlan, target: str | None, *, keep: bool, as_json: bool
     from prefect_tune.drills.run_drill import run_drill_in_terminal
 
     os.environ.setdefault("DO_NOT_TRACK", "1")  # a drill sends no telemetry
-    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # on an exit, the drill removes its files
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # so that the drill removes its files
     try:
         report = run_drill_in_terminal(plan, target, Console(highlight=False, stderr=as_json), keep=keep)
     except TuneError as error:

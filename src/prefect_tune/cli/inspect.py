@@ -145,7 +145,7 @@ def _read_experiment_rows(store: ObjectStore, names: Sequence[str]) -> Iterator[
 
 _MAX_TRIALS = 50
 _MAX_ERRORS = 5
-_MAX_VERIFIED_ENTRIES = 200  # no more, because each entry takes one request
+_MAX_VERIFIED_ENTRIES = 200  # a longer journal is not checked: each entry takes one request
 _TIME_FIELDS = ("attempt_began_at", "reported_at")
 
 
@@ -316,7 +316,7 @@ def _read_attempt_outputs(store: ObjectStore, state: Experiment, trial: Trial) -
             case AttemptEnded(reason=reason) | TrialFinished(reason=reason) | TrialPaused(reason=reason) if (
                 event.trial == name
             ):
-                if number not in outputs or outputs[number].reason is None:  # a trial can also finish between attempts
+                if number not in outputs or outputs[number].reason is None:  # the attempt may end before its trial does
                     outputs[number] = _AttemptOutput(number, str(reason), event.usage.output if event.usage else "")
     return outputs
 

@@ -109,7 +109,7 @@ def _parse_json(text: str, source: str) -> Any:
 
 
 def _parse_yaml(text: str, file: Path) -> Any:
-    """Parse YAML; floats are written as in YAML 1.2, so that 1e-4 is a number."""
+    """Parse YAML; read floats by the rules of YAML 1.2, so that 1e-4 is a number."""
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a subclass, since the next line changes the class
@@ -208,7 +208,7 @@ class _OptionFlag:
         return Parameter(flag.name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=Annotated[hint, info])
 
     def parse_value(self, value: Any) -> object:
-        """Return the value of the search option for the flag's `value`; None for the default."""
+        """Convert the flag's `value` to the value of the search option; None means the option's default."""
         if self.flag.name in _VALUE_PARSERS:
             return _VALUE_PARSERS[self.flag.name](value)
         return value.value if isinstance(value, Enum) else value

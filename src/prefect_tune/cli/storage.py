@@ -98,7 +98,7 @@ def _read_checkpoint_rows(store: ObjectStore, state: Experiment, trial: Trial) -
     keys = {ref.sequence: (folder.checkpoint_key(ref), "live") for ref in trial.checkpoints}
     for ref in (quarantined.checkpoint for quarantined in trial.quarantined_checkpoints):
         keys[ref.sequence] = folder.checkpoint_key(ref), "quarantined"
-    if missing := set(trial.quarantined_sequences) - set(keys):  # of these, the journal has only the sequences
+    if missing := set(trial.quarantined_sequences) - set(keys):  # the journal names only their sequences
         paths = (stored.path for stored in store.list(folder.checkpoints_folder))
         listed = (CheckpointKey.from_manifest_path(folder, path) for path in paths)
         keys |= {key.sequence: (key, "quarantined") for key in listed if key and key.sequence in missing}

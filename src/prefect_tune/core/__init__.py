@@ -1,1 +1,1 @@
-"""The rules of experiments. They read no clock and no environment variables, and do all I/O through a given store."""
+"""The rules of experiments. This code reads no clock or environment variables, and does all I/O through a store."""

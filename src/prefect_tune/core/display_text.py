@@ -67,7 +67,7 @@ def make_storable(text: str) -> str:
 
 
 def pluralize(count: int, one: str, many: str) -> str:
-    """Return the count and a word, which is `one` if the count is 1 and `many` if not, such as `3 trials`."""
+    """Return the count and a word, such as `3 trials`: the word `one` if the count is 1, and otherwise `many`."""
     return f"{count:,} {one if count == 1 else many}"
 
 
@@ -104,7 +104,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_amount(amount: float, digits: int = 3) -> str:
-    """Format an amount of at least 0.0001 with `digits` digits (`0.531`); 10**digits or more, as integers (`1,023`)."""
+    """Format an amount >= 0.0001 with `digits` digits (`0.531`), or, from 10**digits on, as an integer (`1,023`)."""
     return f"{amount:.{digits}g}" if amount < 10**digits - 0.5 else f"{amount:,.0f}"
 
 

@@ -114,7 +114,7 @@ class Superseded(TuneError):
 
 
 class ResumeFailed(TuneError):
-    """The experiment cannot be resumed, or does not exist although it must; no new one was started instead."""
+    """The experiment cannot be resumed, or does not exist although it must; no new experiment was started."""
 
 
 class CrashLoop(TuneError):

@@ -26,7 +26,7 @@ from prefect_tune.core.values import Digest, ExperimentName, Message, StepReport
 
 
 class Owner(Value):
-    """The process that owns a journal. An earlier owner gets a `Superseded` error, which names the new owner."""
+    """The process that owns a journal. If an earlier owner writes, it gets a `Superseded` error with the new owner."""
 
     name: str
     host: str
@@ -43,7 +43,7 @@ class Owner(Value):
 
     @property
     def identity(self) -> str:
-        """An id that all tasks of one flow run share; without a flow run, all owners of the same name share it."""
+        """An id shared by all tasks of one start of a flow run, or, without a flow run, by all owners of one name."""
         return f"{self.flow_run}/{self.attempt}" if self.flow_run else self.name
 
     def __str__(self) -> str:
@@ -202,14 +202,14 @@ class CheckpointQuarantined(TrialEvent):
     """Whether the checkpoint is quarantined because it crashes the trainable, although its bytes are undamaged."""
     quarantined: bool = True
     by_non_owner: bool = False
-    """In a fork, whether a non-owner wrote this event to the origin's journal, from which it was copied; else False."""
+    """In a fork, whether the event was copied from an entry of the origin that a non-owner wrote; otherwise False."""
 
 
 class CheckpointCloned(TrialEvent):
     """The trial continues from a clone of another trial's checkpoint; `config`, if given, replaces its configuration.
 
     The clone becomes the trial's newest checkpoint. It exists only in this entry, not on the target, and uses the
-    original's manifest and bytes. These stay as long as a trial has a clone, even if the original is retired.
+    original's manifest and bytes. Both stay as long as a trial has a clone of it, even if the original is retired.
     """
 
     type: Literal["checkpoint-cloned"] = "checkpoint-cloned"
@@ -364,7 +364,7 @@ class OwnerChanged(Value):
 class CheckpointsAdopted(Value):
     """The new owner adopts these checkpoints, because their manifests exist, but the last owner did not journal them.
 
-    A manifest of an earlier term that no event lists by now never becomes a checkpoint, unless its attempt posts it.
+    If no event up to this one lists a manifest of an earlier term, only a post of its attempt can make it a checkpoint.
     """
 
     type: Literal["checkpoints-adopted"] = "checkpoints-adopted"
@@ -386,7 +386,7 @@ class ExperimentConfigured(Value):
     extensions: Mapping[str, int] = Field(default_factory=dict)
     """For each run, the number of samples that it adds to the planned samples. A restart adds none.
 
-    A restarted run keeps its key: its id, or, if another run called it, that run's key and the call.
+    The key of a run is its id, or, if another run called it, that run's key and the call. A restart keeps the key.
     """
     warm_starts: tuple[WarmStart, ...] = ()
     """Experiments from which the search warm-starts from now on."""
@@ -420,7 +420,7 @@ class FormAnswered(Value):
 
 
 class ForkedTrial(Value):
-    """A trial of a fork. Its earlier events happened in the origin; in the fork, it waits to be continued."""
+    """A trial of a fork. Up to the fork, it was trained in the origin; in the fork, it waits to be continued."""
 
     checkpoints: tuple[CheckpointRef, ...] = ()
     """The copied checkpoints, and clones of copied checkpoints, each with its step and sequence in the origin."""

@@ -40,7 +40,7 @@ def to_plain_scalar(value: object) -> object:
             pass
     shape, item = getattr(value, "shape", None), None if _is_masked_element(value) else getattr(value, "item", None)
     if isinstance(shape, tuple) and not shape and callable(item) and type(element := item()) is not type(value):
-        return to_plain_scalar(element)  # not reached for a NumPy long double, whose `item` returns a long double
+        return to_plain_scalar(element)  # not for a NumPy long double: its `item` returns a long double again
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) and is_finite(value) else value

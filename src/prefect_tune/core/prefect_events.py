@@ -77,7 +77,7 @@ class BestModelTracker:
 
 
 def find_best_checkpoints(experiment: Experiment, objective: Objective | None) -> Mapping[str, int]:
-    """Return the trial and sequence of the best checkpoint of all. If trials tie, return one checkpoint of each.
+    """Return the best checkpoint of all, as its trial and sequence; if trials tie, one checkpoint of each.
 
     The result includes the model that `BestModelTracker` reported last, if it is saved. Empty without an objective.
     """
@@ -162,7 +162,7 @@ def get_event_name(event: Event) -> str:
 
 
 def make_event_payload(event: Event | ExperimentEvent, after: Trial | None = None) -> dict[str, object]:
-    """Return an event's payload as JSON, with the version; at an attempt's end, add values of the trial (`after`).
+    """Return an event's payload as JSON, with the version; if the event ends an attempt, add values of `after`.
 
     A reason becomes a sentence, and a `reason_code` for automations to match; the code is None for a user's own text.
     Values are truncated by `truncate_json`.

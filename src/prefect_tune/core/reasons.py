@@ -165,7 +165,7 @@ def find_root_error(reason: AnyReason) -> AnyReason:
 
 
 def summarize_error(reason: AnyReason) -> AnyReason:
-    """Return the error that ended an attempt, without traceback, rank, location and output, to compare errors."""
+    """Return the error that ended an attempt, for comparisons: without traceback, rank, location and output."""
     error = find_root_error(reason)
     if not isinstance(error, Reason):
         return first_line(error)
@@ -222,7 +222,7 @@ _OPTIONAL_PART = re.compile(r"<([^>]*)>")
 
 
 class _SentenceFormatter(string.Formatter):
-    """Formats like `str.format`, or by `_FORMATS`, or chooses words by a number: `one|many`, `none|one|# many`."""
+    """Formats like `str.format`, by a key of `_FORMATS`, or by words for a number: `one|many`, `none|one|# many`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         forms = format_spec.split("|")
@@ -379,7 +379,7 @@ _SENTENCES: Mapping[str, str] = {
     ),
     "attempts-lost": "{count} attempts were lost without a commit: {error:reason}",
     "no-result": "the attempt ended without writing a result",
-    # How a rank ended differently from the others.
+    # How a rank's end differs from that of the other ranks.
     "rank-died": _PROCESS_ENDED,
     "rank-without-part": "did not add its part to a checkpoint",
     "rank-without-report": "did not report a step",

@@ -131,7 +131,7 @@ def read_manifest_or_none(store: ObjectStore, key: CheckpointKey | None) -> Mani
 def find_damaged_checkpoints(
     store: ObjectStore, keys: Iterable[CheckpointKey], blobs: Mapping[str, str]
 ) -> Mapping[CheckpointKey, str]:
-    """Return checkpoints with a damaged blob, and the damage. `blobs` maps the path of each such blob to its damage.
+    """Return those of `keys` that have a damaged blob, each with the damage. `blobs` maps blob paths to their damage.
 
     Checkpoints with an unreadable manifest are left out, because their restore reports the damage of the manifest.
     """
@@ -207,8 +207,8 @@ def make_adoption_events(
 ) -> Sequence[Event]:
     """Return the events that end attempts whose end was not journaled, and that adopt their saves.
 
-    Covers only running attempts without an outbox: those of `trials`, or of all trials if it is None (a new owner). Of
-    each attempt, the newest save with a manifest but no entry becomes a checkpoint, and the reports in the manifest are
+    Covers only running attempts without an outbox: those of `trials`, or of all trials if that is None (a new owner).
+    Of each attempt, the newest save with a manifest but no entry becomes a checkpoint, and its manifest's reports are
     journaled. The attempt ends with the cause `MACHINE`. A save with a damaged manifest is quarantined, and the
     previous save is tried. A save that is not adopted here never becomes a checkpoint. This function writes nothing, so
     a crash before the caller writes the events has no effect. `last` has the reports of the last owner's live status.
@@ -239,7 +239,7 @@ def make_adoption_events(
 def _find_unjournaled_save(
     store: ObjectStore, experiment: Experiment, trial: Trial
 ) -> tuple[Manifest | None, Sequence[CheckpointQuarantined]]:
-    """Return the newest intact, unjournaled save of a trial's last attempt, and quarantines of later damaged saves."""
+    """Return the newest intact, unjournaled save of a trial's last attempt, and quarantines of later, damaged saves."""
     damaged: list[CheckpointQuarantined] = []
     folder = experiment.trial_key(trial.id)
     keys = (CheckpointKey.from_manifest_path(folder, listed.path) for listed in store.list(folder.checkpoints_folder))
@@ -253,7 +253,7 @@ def _find_unjournaled_save(
             continue  # deleted after the listing by a process that was presumed dead
         except CheckpointCorrupt as corrupt:
             if key.sequence > trial.next_sequence + 1:
-                continue  # too high a sequence for a save; if it were quarantined, no lower one could be committed
+                continue  # no save has so high a sequence; a quarantine of it would prevent commits of lower ones
             damaged.append(CheckpointQuarantined(trial=trial.id, sequence=key.sequence, reason=str(corrupt)))
             continue
         if manifest.metadata.attempt == trial.attempt:  # saves of earlier attempts were abandoned by their owner

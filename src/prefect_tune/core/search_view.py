@@ -39,7 +39,7 @@ from prefect_tune.core.usage_records import GroupUsage, RankEnd
 from prefect_tune.core.values import StepReport, iter_leaves, parse_time
 
 _OBJECTIVE_COUNT = 4
-"""Without an objective, this many metrics have large panels: the first numeric ones of the first report with any."""
+"""Without an objective, this many metrics have large panels: the first numbers of the first report that has any."""
 _OTHER_METRIC_COUNT = 12
 """The number of other metrics that have curves. Only the names of further metrics are kept."""
 _OTHER_POINT_COUNT = 24
@@ -48,7 +48,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Series:
-    """Numbers by step. If there are more than `max_points`, the first, the last and every second (fourth, …) stay."""
+    """Numbers by step. Of more than `max_points` points, only the first, the last and every second (fourth, …) stay."""
 
     __slots__ = ("_max_points", "_points_since_kept", "_steps", "_stride", "_values")
 
@@ -157,7 +157,7 @@ class StorageCosts:
     commit_count: int = 0
     committed_bytes: int = 0
     measured_bytes: int = 0
-    """The committed bytes of only those commits whose uploaded bytes and upload time are known."""
+    """The committed bytes, but only of the commits whose uploaded bytes and upload time are known."""
     sent_bytes: int = 0
     upload_seconds: float = 0.0
     cloned_bytes: int = 0
@@ -227,7 +227,7 @@ class SearchView:
         self._best: tuple[str, Losses] | None = None  # None if a change may have made it invalid: see `best`
 
     def begin_run(self, at: datetime) -> None:
-        """Begin the present owner's run: restart the counts, and compare trials by reports that are not lost."""
+        """Begin the present owner's run: restart the counts, and compare trials by the last report in their state."""
         experiment, self._run_began, self._counts = self._experiment, at, RunCounts()
         if not self._ownerships:
             self._is_complete = not (experiment.trials or experiment.extensions)
@@ -248,7 +248,7 @@ class SearchView:
             self.apply_event(event, parse_time(entry.at) or _EPOCH)
 
     def apply_event(self, event: Event, at: datetime, experiment: Experiment | None = None) -> None:
-        """Apply the next event. `at` is the event's time; `experiment` is the state after the event, or None."""
+        """Apply the next event. `at` is the event's time; `experiment` is the state after it; None if unknown."""
         self._experiment, counts = experiment or self._experiment, self._counts
         self._dispatch_event(event, at)
         if experiment is not None and isinstance(
@@ -390,7 +390,7 @@ class SearchView:
             self._counts = self._counts._replace(ended_attempts=self._counts.ended_attempts + 1)
 
     def _end_attempt(self, trial: str, end: type[Event] | Cause, at: datetime) -> None:
-        """End an attempt. An abandoned attempt ended at its last event, not at the time when its loss was found."""
+        """End an attempt. An abandoned attempt ended at its last event, not when a later owner journaled its end."""
         index = self._newest.get(trial)
         if index is None or (attempt := self._attempts[index]).ended_at is not None:
             return

@@ -1,4 +1,4 @@
-"""Random numbers, each a hash of a seed and of what the number is for, so a resume has no generator to restore."""
+"""Random numbers: each is a hash of a seed and of the number's purpose, so a resume has no generator to restore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def seed_from_name(name: str) -> int:
 
 
 def draw_uniform(seed: int, *purpose: str | int) -> float:
-    """Return a number in [0, 1): a multiple of 2^-53, all of which are equally likely."""
+    """Return one of the multiples of 2^-53 in [0, 1), all of which are equally likely."""
     return draw_integer(1 << _MANTISSA_BITS, seed, *purpose) / (1 << _MANTISSA_BITS)
 
 

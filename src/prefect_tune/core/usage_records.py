@@ -14,7 +14,7 @@ from prefect_tune.core.reasons import AnyReason
 from prefect_tune.core.values import Message, Value, parse_time
 
 _MAX_SECONDS = 1e9
-"""About 30 years; a wall-clock time that far in the future is still valid."""
+"""About 30 years, so that the present time plus this duration is still a valid time."""
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 
 
@@ -38,12 +38,12 @@ class PhaseSeconds(Value):
         return self.start + self.restoring + self.training + self.saving + self.waiting + self.ending
 
     def with_added_seconds(self, phase: str, seconds: float) -> Self:
-        """Return a copy with `seconds` added to `phase`, within valid limits, since a trial may report any number."""
+        """Return a copy with `seconds` added to `phase`; limit the sum, since a trial may report any number."""
         return self.model_copy(update={phase: min(_MAX_SECONDS, max(0.0, getattr(self, phase) + seconds))})
 
 
 class RankEnd(Value):
-    """How `ranks` ended, if that differs from how the other ranks of their attempt ended."""
+    """How `ranks` ended: differently from the other ranks of the attempt."""
 
     ranks: tuple[int, ...]
     how: AnyReason
@@ -114,7 +114,7 @@ class AttemptRecord(Value):
         """Return the record after the attempt's end; `trained_seconds` is the training time since the last commit."""
         seconds = usage.seconds if usage else self.seconds.with_added_seconds("training", trained_seconds)
         if usage and usage.output:
-            usage = usage.model_copy(update={"output": ""})  # only the event keeps the output
+            usage = usage.model_copy(update={"output": ""})  # only the journal's event keeps the output
         return self.model_copy(update={"usage": usage, "seconds": seconds, "has_ended": True, "is_lost": is_lost})
 
 
@@ -140,7 +140,7 @@ def record_slot_freed(
 
 
 def extend_last_run(runs: tuple[RunRecord, ...], since: str, seconds: float) -> tuple[RunRecord, ...]:
-    """Return the records after the last run freed a slot, which it had held for `seconds` from the time `since` on."""
+    """Return the records after the last run freed a slot that it had held for `seconds` from the time `since`."""
     return (*runs[:-1], *(_extend_run(run, parse_time(since), seconds) for run in runs[-1:]))
 
 

@@ -56,7 +56,7 @@ class Value(BaseModel):
         return [name for name in super().__dir__() if name.startswith("__") or not hasattr(BaseModel, name)]
 
     def __copy__(self) -> Self:
-        """Copy for `model_copy`. The copy shares the set of fields, since `model_copy` adds no other names to it."""
+        """Copy for `model_copy`. Copies share the set of fields: it has all names, so `model_copy` adds none."""
         copied = object.__new__(type(self))
         object.__setattr__(copied, "__dict__", self.__dict__.copy())
         object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__)
@@ -90,7 +90,7 @@ INTEGER_VALIDATOR = BeforeValidator(_require_integer_or_text)
 Number: TypeAlias = Annotated[float, AllowInfNan(allow_inf_nan=False), NUMBER_VALIDATOR]
 """A finite number of Python or NumPy, or the text of a number, as it comes from JSON or YAML; not a bool."""
 WholeNumber: TypeAlias = Annotated[int, INTEGER_VALIDATOR]
-"""An integer of Python or NumPy, or the text of one; neither a bool nor 3.0."""
+"""An integer of Python or NumPy, or the text of an integer; neither a bool nor 3.0."""
 
 
 class HasJsonForm:
@@ -211,11 +211,11 @@ def parse_json(model: type[_Model], data: bytes | bytearray | memoryview, error:
 
 
 def argument_error(invalid: ValidationError, within: str = "") -> Exception:
-    """Return the `TuneError` that a validator raised; if there is none, the innermost error of the first field.
+    """Return the `TuneError` that a validator raised; otherwise, an error with the first field's innermost problem.
 
     Args:
         invalid: the error of pydantic. The result does not show an invalid text, which may be a secret.
-        within: the name of the parameter that contains the invalid value; empty if the error names it.
+        within: the name of the parameter that contains the invalid value; empty if `invalid` names it.
     """
     errors = invalid.errors(include_url=False)
     error = max(errors, key=lambda item: (item["loc"][:1] == errors[0]["loc"][:1] or bool(within), len(item["loc"])))

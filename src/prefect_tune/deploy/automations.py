@@ -44,7 +44,7 @@ _METRICS = (
 )
 _FLOW_RUN = "prefect.flow-run."
 _RESTART_DELAY = timedelta(seconds=30)
-# After one of these events, no restart is needed or allowed. A heartbeat means that the run is still running.
+# If one of these events follows a crash, the run continues (a heartbeat shows this), so do not restart it.
 _CONTINUING_EVENTS = (
     "Pending",
     "Submitting",

@@ -23,7 +23,7 @@ class DeployableFlow:
     name: str
     """The name of the flow, and the default name of its deployment."""
     entrypoint: str
-    """The flow's dotted path. A file path would load a second copy of the module, with its own classes."""
+    """The flow's dotted path; from a file path, Prefect would load a second copy of the module and its classes."""
     description: str
     concurrency_limit: int | None = None
     """The maximum number of concurrent runs; None for no limit."""

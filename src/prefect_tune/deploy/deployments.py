@@ -61,7 +61,7 @@ def look_up_block_slug(client: SyncPrefectClient, block: str) -> str | None:
 def validate_parameters(
     parameters: Mapping[str, Any], schema: Mapping[str, Any], find_slug: SlugLookup, *, complete: bool
 ) -> dict[str, Any]:
-    """Return the parameters as the deployment stores them: instead of the fields of a block, they have its name.
+    """Return the parameters as the deployment stores them: with the name of each block instead of the block's fields.
 
     With `complete`, every parameter that a run needs must be present, because no form asks for it in a scheduled run.
 
@@ -78,7 +78,7 @@ def validate_parameters(
     if isinstance(sync := validated.get("sync"), Mapping):
         validated["sync"] = _normalize_sync(sync, find_slug)
     passed = {name: value for name, value in validated.items() if value is not None}
-    is_resume = "fork" in schema["properties"]  # then the plan may be incomplete: the journal has the rest
+    is_resume = "fork" in schema["properties"]  # a resume may omit parameters, because the journal has them
     if "trusted_packages" in passed:
         resolve_trusted_packages(passed["trusted_packages"])
     plan_type = _DeploymentOptions if is_resume else _DeploymentPlan
@@ -154,7 +154,7 @@ class _DeploymentOptions(SearchOptions):
     """Options of a deployment's runs. Import paths are only parsed, because only the runs' machines have the code."""
 
     trainable: Annotated[str, _make_import_path_validator("trainable")] = "later:Later"
-    target: Any = None  # checked in `validate_parameters`, as `sync` is
+    target: Any = None  # `validate_parameters` checks `target` and `sync`
     space: Annotated[Mapping[str, Any], _SPACE_VALIDATOR] | None = None
     experiment: ExperimentName = "later"
     sync: dict[str, Any] | None = None  # type: ignore[assignment]  # the JSON of a form

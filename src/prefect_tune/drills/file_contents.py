@@ -69,7 +69,7 @@ def compare_files(expected: Path, actual: Path, name: str) -> Sequence[FileDiffe
     """
     if filecmp.cmp(expected, actual, shallow=False):
         return []
-    with suppress(Exception):  # the file is damaged, or has another format than its name says: compare bytes
+    with suppress(Exception):  # if a file is damaged, or its name does not match its format, compare bytes
         files = [_FileContent(name, _mmap_file(path), path) for path in (expected, actual)]
         differences = compare_values(_read_values(files[0]), _read_values(files[1]), name)
         # A Parquet file does not store when it was written, so different bytes count even if the columns are equal.
@@ -299,7 +299,7 @@ def _read_member_data(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: m
 def _strip_ids(node: Any, members: Mapping[str, memoryview], used: set[str]) -> Any:
     """Return a skops node without what differs between processes: ids, names of files, and the order of sets.
 
-    skops names files by the ids of objects, and writes sets in hash order. So a file's values replace its name.
+    skops names files by object ids, and writes sets in hash order, so replace such a name by the values, and sort sets.
     """
     if isinstance(node, list) and not isinstance(node, KeyValuePairs):
         return [_strip_ids(inner, members, used) for inner in node]

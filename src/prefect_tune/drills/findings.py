@@ -54,7 +54,7 @@ _FILLED_ON_USE = frozenset({"optimizer", "schedule", "scaler"})
 """Kinds of objects whose states get entries on first use, such as the moments of an optimizer."""
 _ABSENT = "absent"
 _LASTING_KINDS = frozenset({"global", "rng", "optimizer", "schedule", "scaler"})
-"""Kinds of states that affect the training sooner or later; an attribute may never affect the training."""
+"""Kinds of states that affect the training sooner or later; other states, such as attributes, may never affect it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class UnrestoredState:
     actual: str
     expected: str
     is_local: bool = False
-    """Whether the state is a local variable of a function; both values were then read one step after the resume."""
+    """Whether the state is a function's local variable; if so, both values are from one step after the resume."""
 
     def __str__(self) -> str:
         if self.kind == "global":
@@ -102,8 +102,8 @@ def find_unrestored_states(
     undisturbed run. Ignore a state that training does not change, and a state that has differed without a kill up to
     the step of the resume. Ignore a resume from step `differs_at` or later, where the runs already differ. One step
     after the resume of a function, every weight or loss differs, whatever the cause, so return such values only if no
-    generator, count or rate differs: those that are not `saved` in checkpoints; if there are none, unsaved variables
-    that hold a metric; and saved values only if nothing else differs.
+    generator, count or rate differs. Then return values that are not `saved` in checkpoints and are no metric; if there
+    are none, unsaved variables that hold a metric; if there are none of these either, saved values.
     """
     references = {record.step: record for record in undisturbed.records}
     pairs = {pair for record in undisturbed.records for pair in record.states.items()}
@@ -154,7 +154,7 @@ def _iter_differing_states(
         kind, _, path = name.partition(" ")
         actual = record.states.get(name)
         if actual is None and kind in _FILLED_ON_USE and _strip_path(name) in objects:
-            actual = _ABSENT  # such as the moments of a new optimizer
+            actual = _ABSENT  # not created yet, such as the moments of a new optimizer
         if actual in {None, expected} or name not in evidence:
             continue
         if "<" not in {actual[:1], expected[:1]}:
@@ -199,7 +199,7 @@ class RunComparison(NamedTuple):
     unstable: Sequence[Difference]
     """The differences without a kill: between the undisturbed runs, and before the killed run's first kill."""
     result_locations: Collection[tuple[str, str]]
-    """The locations of training results in checkpoints; step counts and values to ignore are no results."""
+    """The locations of the values in checkpoints that are results of training; step counts, for example, are not."""
     generators: Sequence[Difference] = ()
     """The unseeded generators from which the training draws."""
 
@@ -394,7 +394,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
     saved = {part for diff in differences for part in re.split(r"[./]", f"{diff.detail.file}.{diff.detail.key}")}
     differs_at = remaining[0].step if remaining else None
     unrestored = find_unrestored_states(undisturbed, killed, again, saved, differs_at)
-    # The steps at which training results in checkpoints differ even without a kill. For metrics, see `doubts` below.
+    # The steps at which checkpoints have different results even without a kill. For metrics, see `doubts` below.
     results = [diff.step for diff in unstable if diff.location in changing]
     verdict: Verdict = "not exact" if remaining else "exact"
     if results and (not remaining or min(results) <= remaining[0].step):
@@ -420,7 +420,7 @@ def make_drill_report(plan: DrillPlan, name: str, runs: RunComparison) -> DrillR
         steps=plan.steps,
         compared_metric_count=sum(map(len, compared.values())),
         compared_file_count=sum(len(undisturbed.manifests[step].files) for step in both),
-        # The undisturbed run sent all new bytes, the repeated upload only missing ones; the target had kept the rest.
+        # The undisturbed run sent all new bytes. The repeated upload did not send those that the target had kept.
         kills=[
             replace(kill, kept_bytes=kept.get(kill.step, 0) if kill.victim == "upload" else 0) for kill in killed.kills
         ],
@@ -438,8 +438,8 @@ def _find_inconclusive_differences(runs: RunComparison) -> Sequence[Difference]:
     """If equal values prove nothing, return the differences without a kill, the best evidence first; otherwise none.
 
     If a value differs without a kill, or the training draws from an unseeded generator, equal values prove something
-    only if one is a result, which does not follow from the step. If a metric (except a measured time) differs without a
-    kill, that result must be in a checkpoint, and all generators must be seeded.
+    only if one of them is a result, that is, does not follow from the step. If a metric (except a measured time)
+    differs without a kill, one of the equal results must be in a checkpoint, and all generators must be seeded.
 
     Raises:
         TuneError: no value differs, and no value changes during the training.

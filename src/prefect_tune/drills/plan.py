@@ -35,7 +35,7 @@ class DrillPlan:
 def plan_kills(
     steps: int, count: int, at: Sequence[int], seed: int, processes: int = 1, *, first_save: int = 0
 ) -> tuple[tuple[int, Victim], ...]:
-    """Return each step after which a drill kills, with the victim: the steps `at` or, if empty, `count` random steps.
+    """Return the steps after which a drill kills, with the victims: `at` or, if `at` is empty, `count` random steps.
 
     If enough steps follow step `first_save`, all random steps are later, because a resume from step 0 shows little.
 

@@ -193,7 +193,7 @@ class _Probe:
         self._step = 0
 
     def on_step_begin(self) -> None:
-        """Measure the time since the last step's end. If a kill is due after that step, now reported, make the kill."""
+        """Measure the time since the last step, which has been reported by now; make a kill that is due after it."""
         now = time.time()
         self._waited, self._began = now - self._ended, now
         trial = get_trial()
@@ -204,7 +204,7 @@ class _Probe:
         is_search = self._plan.kills[number][1] == "search"
         self._plan.kill(number, self._plan.search_pid if is_search else os.getpid())
         if is_search:
-            time.sleep(600)  # wait for the end: this process ends with the search
+            time.sleep(600)  # wait: this process ends soon, because the search has ended
 
     def on_step_end(self) -> None:
         self._ended = time.time()

@@ -20,7 +20,7 @@ from prefect_tune.drills.probe import RunPlan
 
 
 class _KillingStore:
-    """A proxy of a store. If a kill during an upload is due, it kills this process after the upload's first blob."""
+    """A proxy of a store; kills this process after the first blob of an upload if a kill during that upload is due."""
 
     def __init__(self, store: Any, plan: RunPlan) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class _KillingStore:
         if "/blobs/" not in path:
             return
         with self._plan.records_path.open(encoding="utf-8") as records:
-            last = deque(records, maxlen=1)[0]  # the saved step's record, which precedes the save
+            last = deque(records, maxlen=1)[0]  # the record of the saved step, written before the save
         if (number := self._plan.next_due_kill(json.loads(last)["step"], "upload")) is not None:
             self._plan.kill(number, os.getpid())
 
@@ -61,7 +61,7 @@ def _killing_during_upload(target: type[Any], plan: RunPlan) -> Iterator[None]:
 
 
 def _exit_with_drill() -> None:
-    while os.read(0, 1):  # until EOF, when the process of the drill has ended
+    while os.read(0, 1):  # until EOF, which comes when the process of the drill ends
         pass
     os._exit(1)
 

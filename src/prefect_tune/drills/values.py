@@ -103,7 +103,7 @@ class _Comparison:
 def _describe_order_difference(expected: TreeNode, actual: TreeNode) -> str:
     orders = list(actual.parts), list(expected.parts)
     if not expected.is_ordered or orders[0] == orders[1] or set(orders[0]) != set(orders[1]):
-        return ""  # `compare` reports a missing key
+        return ""  # if a key is missing, `compare` reports it
     position = next(index for index, (one, other) in enumerate(zip(*orders, strict=True)) if one != other)
     keys = (_format_token(tokens[position]) for tokens in orders)
     return "keys in another order: number {} is `{}`, expected `{}`".format(position + 1, *keys)
@@ -257,7 +257,7 @@ def _split_tensor(value: Any) -> TreeNode | None:
         names = ("crow_indices", "col_indices") if is_row_compressed else ("ccol_indices", "row_indices")
         parts = {name: getattr(tensor, name)() for name in (*names, "values")}
     elif tensor.is_quantized:
-        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # other scales give other values
+        parts = {"integers": tensor.int_repr(), "values": tensor.dequantize()}  # equal integers can have other scales
     else:
         return None
     kind = f"{tensor.layout} {tensor.dtype} {tuple(tensor.shape)} {_format_tensor_details(value)}"

@@ -39,14 +39,14 @@ from prefect_tune.storage_retries import with_retries
 _Response = TypeVar("_Response")
 _POLL_INTERVAL_SECONDS = 2.0
 _NODES_END_TIMEOUT_SECONDS = 60.0
-_NODE_0_END_TIMEOUT_SECONDS = 30.0  # the time for node 0 to end after the other nodes have ended
+_NODE_0_END_TIMEOUT_SECONDS = 30.0  # node 0 must end within this time after the other nodes have ended
 _MIN_CPU = 0.01
 _WAIT_REASON_INTERVAL_SECONDS, _SLOT_RETRY_SECONDS = 10.0, 10.0
 _RUNS_PER_REQUEST = 200  # Prefect's maximum
-_START_TIMEOUT_SECONDS = 300.0  # for retries while the Prefect API is unavailable, for example during an upgrade
+_START_TIMEOUT_SECONDS = 300.0  # retry for this time while the Prefect API is unavailable, such as during an upgrade
 _PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, *(8 * (30.0,)))
 _WITHDRAWN = "Withdrawn"
-"""The name of the Cancelled state that a stopping search sets on those flow runs of attempts that have not begun."""
+"""The name of the Cancelled state that a search, when it stops, sets on the attempts' flow runs that have not begun."""
 _DEPLOY_COMMAND = "prefect-tune deploy train-trial --work-pool POOL"
 _API_ERRORS = (PrefectException, httpx.HTTPError, OSError)
 
@@ -102,7 +102,7 @@ class TaskRunnerLauncher:
         return wait_for_tasks
 
     def cancel_unstarted_attempts(self) -> None:
-        """Do nothing: a task that waits for a worker starts later, and then reads on the target that it must end."""
+        """Do nothing: when a task that waits for a worker starts, it reads on the target that it must end."""
 
 
 class _PlacementGroup:
@@ -161,7 +161,7 @@ class DeploymentLauncher:
         self._ended: dict[UUID, _Canceller | None] = {}
         """The runs that have ended, each with its canceller; None if neither a user nor a limit cancelled the run."""
         self._others: dict[UUID, set[UUID]] = {}
-        """The runs of the other nodes, by the run of node 0."""
+        """For the run of node 0 of each attempt on several nodes: the runs of the other nodes."""
         self._wait_reason: str | None = None
         self._alone_since: dict[UUID, float] = {}
 

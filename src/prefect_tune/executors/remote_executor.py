@@ -236,7 +236,7 @@ class RemoteSearchChannel(SearchChannel):
 
 
 class AttemptLauncher(Protocol):
-    """Launches attempts on other machines. If attempts outlive the search, a second launch finds the running one."""
+    """Launches attempts on other machines. If attempts outlive the search, a repeated launch finds the same attempt."""
 
     @property
     def attempts_outlive_search(self) -> bool:

@@ -37,7 +37,7 @@ _FINAL_WRITE_TIMEOUT = timedelta(seconds=3)
 
 @dataclass(frozen=True, slots=True)
 class AttemptExited:
-    """An attempt's task has ended, with `error` if it raised one. With no end in the journal, the attempt is lost."""
+    """An attempt's task has ended, with `error` if it raised one. If no end is journaled, the attempt is lost."""
 
     trial: str
     error: BaseException | None = None
@@ -234,7 +234,7 @@ class LocalExecutor:
     def remove_attempt(self, trial: str) -> None:
         del self._channels[trial]
         self._slots.pop(trial, None)
-        self._awaited_events.pop(trial, None)  # this frees the state that the events' future holds
+        self._awaited_events.pop(trial, None)  # free the experiment's state, which is the result of the events' future
 
     def reject_events(self) -> None:
         with self._guard:
@@ -278,8 +278,8 @@ def make_remote_slots(plan: SearchPlan) -> Slots:
 def make_local_slots(plan: SearchPlan, max_workers: int | None = None) -> Slots:
     """Return the slots of this machine.
 
-    Without `resources_per_trial`, the number of slots is the lower of both limits; without a limit, it is the number of
-    CPUs divided by a trial's processes. The slots, or the trials if they are fewer, share the CPUs equally.
+    Without `resources_per_trial`, the number of slots is the lower limit of the plan and the task runner; if both have
+    none, it is the number of CPUs divided by a trial's processes. The slots (or fewer trials) share the CPUs equally.
 
     Args:
         plan: the plan, which may limit the number of slots.

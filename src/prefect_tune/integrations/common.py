@@ -101,7 +101,7 @@ def make_trial_path(path: str, option: str | None = None) -> str:
 
 
 def find_sibling_callbacks(callback: object) -> Sequence[object]:
-    """Find the list that contains `callback`, in the callers' frames, since Keras and XGBoost do not pass the list."""
+    """Find in the callers' frames the list that contains `callback`, since Keras and XGBoost do not pass it."""
     frame = sys._getframe(1).f_back  # noqa: SLF001 - the frames lead to the calling object
     while frame is not None:
         callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)

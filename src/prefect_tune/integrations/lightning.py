@@ -178,7 +178,7 @@ class TuneReportCheckpointCallback(Callback):
         fit_loop = self._trainer.fit_loop
         validation = fit_loop.epoch_loop.val_loop
         states, fit_loop._combined_loader_states_to_load = fit_loop._combined_loader_states_to_load, []
-        if states:  # load them here, since Lightning does so only within an epoch, and not into existing loaders
+        if states:  # load them here: Lightning loads them only within an epoch, and only into new loaders
             fit_loop._combined_loader._load_state_dicts(states)
             iter(fit_loop._data_fetcher)
         epochs = fit_loop.epoch_progress.current

@@ -130,7 +130,7 @@ class _OptunaSchedule(Schedule):
             ):
                 return _find_next_rung_step(first * factor**rate, factor, step)
             case HyperbandPruner(_min_resource=first, _max_resource=int(), _reduction_factor=factor):
-                return _find_next_rung_step(first, factor, step)  # the rungs of all brackets are at such steps
+                return _find_next_rung_step(first, factor, step)  # these steps include the rungs of all brackets
             case ThresholdPruner(_n_warmup_steps=first, _interval_steps=interval):
                 return max(first, first + ((step - first) // interval + 1) * interval)
             case _:  # other pruners are called at each step

@@ -96,7 +96,7 @@ def iter_domains(value: object, name: str = "") -> Iterator[tuple[str, Domain]]:
 
 
 def drop_functions(space: Mapping[str, object]) -> dict[str, object]:
-    """Return a space without its functions, and with its keys sorted, because a journal keeps no other order."""
+    """Return a space without its functions, and with its keys sorted, because a journal has sorted keys, too."""
     return {key: _map_space(space[key], lambda it: None if isinstance(it, SampleFrom) else it) for key in sorted(space)}
 
 
@@ -295,7 +295,7 @@ _STATELESS_SAMPLERS = (samplers.BruteForceSampler, samplers.GPSampler, samplers.
 All other samplers store notes in the study or trials (a generation, an optimizer's state, a position in a sequence).
 """
 _PARTIAL_TRIAL_SAMPLERS = (samplers.RandomSampler, samplers.TPESampler)
-"""Samplers that support trials with missing parameters. After such a trial, any other draws these at random."""
+"""Samplers that support trials with missing parameters; after such a trial, others draw these parameters at random."""
 _EXHAUSTIVE_SAMPLERS = (samplers.BruteForceSampler, samplers.GridSampler)
 _SHARED_TYPES = (FrozenTrial, BaseDistribution, IntersectionSearchSpace)
 """Types whose objects are not copied: trials and distributions, which are constant, and Optuna's cache of the space."""
@@ -337,7 +337,7 @@ class SeededSampler:
         return copy.deepcopy(self._original_sampler, dict(self._shared))
 
     def prepare_result_sampler(self, number: int) -> BaseSampler:
-        """Return the sampler that receives the end of trial `number`; later copies contain the notes that it makes."""
+        """Return the sampler that receives the end of trial `number`; later copies of it contain its notes."""
         self._seed_generators("ended", number)
         return self._original_sampler
 

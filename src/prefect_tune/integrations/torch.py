@@ -39,10 +39,10 @@ def save_state(directory: str | Path, *, extra: Mapping[str, Any] | None = None,
     save_state(directory, model=model, optimizer=optimizer, scheduler=scheduler, data=loader, best=0.4)
     ```
 
-    The generators are the global generators of Python and NumPy, and PyTorch's on the CPU and each CUDA device.
+    The generators are the global ones of Python and NumPy, and those of PyTorch for the CPU and for each CUDA device.
 
     Args:
-        extra: plain values besides those in `parts`.
+        extra: more plain values, under names that are not in `parts`.
         parts: everything that the next step needs, under names that you choose: `Stateful` objects and plain values.
             Plain values are numbers, text, None, tensors, NumPy's arrays and numbers, and lists, tuples and dicts of
             these. `load_state` returns the plain values.
@@ -238,7 +238,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             if not isinstance(flag, bool | np.bool_):
                 raise InvalidInput(f"ResumableLoader({name}={flag!r}): expected True or False")
         self._batches = _ResumableBatchSampler(len(dataset), int(batch_size), int(seed), **flags)
-        # Do not use the global generator: each iterator draws a number from it, and a resume makes one more iterator.
+        # Each iterator draws a number. Use a generator other than the global one, as a resume makes one more iterator.
         options.setdefault("generator", torch.Generator().manual_seed(int(seed)))
         super().__init__(dataset, batch_sampler=self._batches, **options)
 
@@ -250,7 +250,7 @@ class ResumableLoader(torch.utils.data.DataLoader[Any]):
             yield batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned process; the generator becomes bytes, since PyTorch 2.13 cannot pickle it."""
+        """Return the state for a spawned process; the generator becomes bytes, as PyTorch 2.13 cannot pickle it."""
         generator = self.generator
         return self.__dict__ | {"generator": None if generator is None else generator.get_state().numpy().tobytes()}
 
@@ -313,7 +313,7 @@ class _ResumableBatchSampler:
             self.epoch, self.examples_done = self.epoch + 1, 0
 
     def _find_batch_starts(self, begin: int) -> range:
-        """Return the index at which each batch of an epoch starts, from the index `begin` on."""
+        """Return the positions, from `begin` on, at which global batches start in the order of an epoch."""
         return range(begin, self._size - (self.global_batch_size - 1 if self._drop_last else 0), self.global_batch_size)
 
 

@@ -5,8 +5,8 @@
                                                       ─┘
     any number of ranks: dcp.load ◄── the bytes that each needs ◄── the directory, or the checkpoint on its target
 
-Each rank writes to its own directory, so nothing is overwritten. If a rank is killed, its save is never committed. The
-ranks commit a checkpoint as usual; this module defines only the layout of the files. The metadata is plain JSON.
+Each rank writes to its own directory, so nothing is overwritten. If a rank is killed during a save, the save is never
+committed. Checkpoints are committed as usual: this module defines only the files' layout. The metadata is plain JSON.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _METADATA_FILE = "checkpoint.json"
 _SHARD_FILE = "shard-{}.bin"
 _SAVE_FILE_PATTERN = re.compile(r"checkpoint\.json|shard-\d+\.bin")
 _ALIGNMENT_BYTES = 64
-# The ranges of a file that a rank needs are read together, up to the first size in total, and across gaps up to the
-# second size. Large reads are faster, because a read from a target fetches the checkpoint's chunks in parallel.
+# Several ranges of a file that a rank needs share one read of at most the first size, if the gaps between them are at
+# most the second size. Large reads are faster, because a read from a target fetches the chunks in parallel.
 _MAX_READ_BYTES, _MAX_GAP_BYTES = 1 << 26, 1 << 20
 _Number: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Sizes: TypeAlias = tuple[_Number, ...]
@@ -281,7 +281,7 @@ class CheckpointReader(StorageReader):
         return future
 
     def _find_item_range(self, item: Any) -> _ItemRange:
-        """Return the range of bytes that an item needs; for a tensor, the range of complete rows."""
+        """Return the range of bytes that an item needs; for a part of a tensor, the complete rows that contain it."""
         chunk = self._metadata.storage_data[item.storage_index]
         if item.type is LoadItemType.BYTE_IO or not chunk.sizes:  # an object, or a scalar tensor
             return _ItemRange(chunk.file, chunk.start, chunk.start + chunk.length, item)
@@ -298,7 +298,7 @@ class CheckpointReader(StorageReader):
         chunk_sizes = self._metadata.storage_data[item.storage_index].sizes
         dtype = tensor.properties.dtype
         values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        if chunk_sizes:  # the bytes are complete rows, of which the item may need a part
+        if chunk_sizes:  # the bytes are complete rows; the item may need only some columns
             rows = values.reshape((item.lengths[0], *chunk_sizes[1:]))
             values = narrow_tensor_by_index(rows, (0, *item.storage_offsets[1:]), item.lengths)
         target = planner.resolve_tensor(item).detach()
@@ -325,7 +325,7 @@ def _encode_tensor(name: str, tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise InvalidInput(f"{name}: expected a dense tensor, found a sparse or quantized tensor")
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A view of bytes requires a stride of 1, and one element is contiguous with any stride; so set the stride.
+    # A view as bytes requires a stride of 1. PyTorch calls a single element contiguous with any stride, so set it to 1.
     return dense.reshape(-1).as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 

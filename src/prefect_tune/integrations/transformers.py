@@ -111,7 +111,7 @@ class TuneReportCheckpointCallback(TrainerCallback):
         for logs in state.log_history:  # so that reports include metrics of an evaluation before the resume
             self._metrics.update({name: value for name, value in logs.items() if name != "step"})
         if (directory := get_checkpoint_path()) is not None and isinstance(model, PreTrainedModel):
-            # The Trainer saves weights under the hub's names, but loads only the model's, so load all of them here.
+            # The Trainer saves weights under the hub's names, but loads only those under the model's names. Load all.
             model.load_state_dict(type(model).from_pretrained(directory).state_dict())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -51,7 +51,7 @@ class MLflowLogger(Callback):
     A resumed trial keeps its run and the run's ID. MLflow cannot delete metrics. If a step is trained again and yields
     another value, the run keeps both values, and MLflow shows the newer value. If a trial ends before its run's last
     step, the trial's last metrics are also logged at the run's last step, because MLflow compares runs by that step.
-    Characters that MLflow refuses in names, such as `@`, become `_`. A deleted run is replaced. See `FileLogger`.
+    Characters that MLflow refuses in names become `_`. If a run was deleted, a new one is created. See `FileLogger`.
 
     Args:
         tracking_uri: for example `"sqlite:///mlflow.db"`. Default: MLflow's own setting.
@@ -126,7 +126,7 @@ class MLflowLogger(Callback):
 
     @contextmanager
     def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
-        """Yield the trial's run; after an error, the next call searches for the run again, since it may be deleted."""
+        """Yield the trial's run; after an error, the next call searches for the run again, as it may be deleted."""
         if trial.id not in self._runs:
             tags = {**self._tags, _TRIAL_TAG: f"{self._search.experiment}/{self._search.generation}/{trial.id}"}
             self._runs[trial.id] = _MLflowRun(self._client, self._experiment_id, tags, trial)
@@ -289,7 +289,7 @@ class _EventFile:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
 
-        # TensorBoard reads files in the order of their names. A number orders the files that begin in the same second.
+        # TensorBoard reads files in the order of their names. A number orders files that begin in the same second.
         suffix = f".{sum(1 for _ in folder.glob('events.out.tfevents.*')):06d}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self.write(step=step, session_log=SessionLog(status=SessionLog.START))

@@ -143,7 +143,7 @@ class CallbackThread(SearchObserver):
             self._log.warning("callback %s did not finish in time; the next run delivers the rest", self._name)
 
     def _queue_item(self, item: _QueueItem) -> None:
-        """Queue an item without waiting; if the queue is full, first replace all items in it with one for the gap."""
+        """Queue an item without waiting; if the queue is full, first replace all its items with one `is_gap` item."""
         if self._items.full():
             with suppress(queue.Empty):
                 while True:
@@ -193,7 +193,7 @@ class CallbackThread(SearchObserver):
         if item.is_gap:
             self._is_behind = True
         elif item.event is not None:
-            if not self._is_behind:  # if it is behind, it reads the event from the journal later
+            if not self._is_behind:  # if the thread is behind, it reads the event from the journal later
                 self._deliver_event(item.event, item.experiment)
         elif self._is_behind:
             self._deliver_missed_entries(item.experiment)

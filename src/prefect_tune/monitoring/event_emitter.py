@@ -67,7 +67,7 @@ _CHECK_INTERVAL = timedelta(seconds=1)
 _FIRST_REPORT_TIMEOUT = timedelta(minutes=30)
 _MIN_STALL_TIMEOUT = timedelta(minutes=5)
 _STALL_FACTOR = 5
-"""An attempt stalls if it is silent for this many of its longest report intervals, at least `_MIN_STALL_TIMEOUT`."""
+"""An attempt stalls if it is silent for its longest report interval times this, and for `_MIN_STALL_TIMEOUT`."""
 NEVER_DROPPED_EVENTS = AttemptEnded | TrialErrored | CheckpointQuarantined
 """Trial events that are emitted even when the rate limit is reached."""
 _MAX_SOURCES = 20
@@ -279,7 +279,7 @@ class EventEmitter(SearchObserver):
             self._log.exception("an event of this experiment could not be emitted")
 
     def _convert_journal_event(self, event: Event, before: Experiment, after: Experiment) -> Iterator[PrefectEvent]:
-        """Yield the Prefect events of a journal event; `before` and `after` are the states around the event."""
+        """Yield the Prefect events of a journal event; `before` and `after` are the states before and after it."""
         name, now = getattr(event, "trial", None), self._clock()
         earlier, trial = (None, None) if name is None else (before.trials.get(name), after.trials.get(name))
         if trial is not None and isinstance(event, CheckpointCommitted | TrialFinished):
@@ -332,7 +332,7 @@ class EventEmitter(SearchObserver):
 def emitting_events(
     emitter: EventEmitter, stop: threading.Event, before: Experiment | None = None
 ) -> Iterator[EventEmitter]:
-    """Emit the start of the run, due events during the `with` block, and the outcome on exit; see `emit_start`."""
+    """Emit the run's start, due events in the `with` block, and on exit the outcome. `before`: see `emit_start`."""
     ended = threading.Event()
 
     def emit_until_end() -> None:

@@ -45,7 +45,7 @@ from prefect_tune.terminal.progress_view import SearchExtent, compute_search_com
 _FIRST_DELAY = timedelta(seconds=2)
 _MAX_PAUSE = timedelta(minutes=10)
 _PAUSE_FACTOR = 50
-"""The pause after a successful round is this multiple of its duration, at least `period`, at most `_MAX_PAUSE`."""
+"""The pause after a successful round is this multiple of the round's duration, `period` or more, up to `_MAX_PAUSE`."""
 _REQUEST_TIMEOUT = timedelta(seconds=30)
 
 
@@ -71,7 +71,7 @@ class EarlierArtifacts:
     """Artifacts that earlier runs, or a killed process of this run, may have left."""
 
     keys_to_update: frozenset[str]
-    """Each run has its own artifacts with these keys. This process updates the artifacts of its own run."""
+    """Keys of artifacts that each run creates for itself. This process updates those of its own run."""
     keys_to_delete: frozenset[str]
     """Keys of artifacts that this process deletes."""
     key_prefix: str
@@ -224,7 +224,7 @@ _TIMEOUT = timedelta(minutes=5)
 _END_TIMEOUT = timedelta(seconds=10)
 _END_TIMEOUT_WHEN_STOPPED = timedelta(seconds=2)
 _MAX_HISTORY_ENTRIES = 20_000
-"""If earlier runs wrote more entries than this, the report omits these runs: reading so many takes a CPU minute."""
+"""If earlier runs wrote more entries than this, the report omits them, because reading so many takes a minute."""
 _MAX_TRIAL_ARTIFACTS = 10
 """The maximum number of trials that have a progress artifact at a time, since each update costs the server 15 ms."""
 
@@ -313,7 +313,7 @@ class ReportObserver(SearchObserver):
         yield ArtifactContent(key, "progress", round(100 * share, 1), f"Experiment {experiment.name}: {done}")
 
     def _render_trial_progress(self, snapshot: SearchSnapshot) -> Iterator[ArtifactContent]:
-        """Yield the progress of up to 10 running trials; nothing for a single trial or an unknown number of steps."""
+        """Yield the progress of up to 10 running trials; nothing if there is one trial or no maximum of steps."""
         if self._extent.max_steps is None or self._extent.trial_count == 1:
             return
         experiment = snapshot.experiment

@@ -1,7 +1,7 @@
 """Show the progress of a running search: a live table in a terminal or a notebook, and log lines.
 
-The log has a line when a trial begins, pauses, resumes or ends; at a pause or an end, with its result and the best one.
-Without a live table, the log also has a line about the whole search once a minute.
+The log has a line when a trial begins, pauses, resumes or ends. At a pause or an end, the line has the trial's result
+and the best result. Without a live table, the log also has a line about the whole search once a minute.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class SearchLog(SearchObserver):
         self._uri = uri
         self._log = log
         self._recomputed_steps = {trial.id: trial.recomputed_steps for trial in experiment.trials.values()}
-        self._lost_trials: set[str] = set()  # trials whose attempt is lost, which is logged but not yet journaled
+        self._lost_trials: set[str] = set()  # trials with a lost attempt whose end is logged, but not yet journaled
         self._unfinished_trials = {  # trials that an earlier run began, but did not end or pause
             trial.id
             for trial in experiment.trials.values()
@@ -222,7 +222,7 @@ class SearchLog(SearchObserver):
         if has_losses:
             reason = omit_step_result(reason, trial.step)
         names = self._objective.metrics if self._objective else list(trial.metrics)[:_MAX_METRICS]
-        reason_has_result = (  # the reason already has a metric's value, for example one that reached a limit
+        reason_has_result = (  # the reason already has a metric's value, for example the value that reached a limit
             isinstance(reason, Reason)
             and bool(reason.arguments.keys() & {"value", "best"})
             and (self._objective is None or reason.arguments.get("metric") in self._objective.metrics)

@@ -141,7 +141,7 @@ class CurveCollector(SearchObserver):
 
     def on_event(self, event: Event, experiment: Experiment) -> None:
         del experiment
-        curves, self.curves = self.curves, None  # an error leaves None, so that `publish_results` reads the journal
+        curves, self.curves = self.curves, None  # an error leaves None, and then `publish_results` reads the journal
         if curves is not None:
             curves.add_event(event)
             if curves.report_count <= _MAX_CURVE_REPORTS:  # bounds the memory

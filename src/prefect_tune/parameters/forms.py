@@ -1,7 +1,7 @@
 """The types of the flows' parameters, for type checkers, and their JSON schemas, for forms.
 
-A parameter gets a handwritten schema if the schema of its type is unclear or asks for secrets. Calls from a script can
-pass objects. A form can only select or name a saved block: its schema omits the fields of the block, which may be
+A parameter gets a handwritten schema if the schema of its type is unclear or asks for secrets. A call from a script can
+pass a block. A form can only select or name a saved block: its schema omits the fields of the block, which may be
 credentials, and Prefect's API rejects parameters of a deployment that are not in the schema.
 """
 
@@ -135,7 +135,7 @@ def _block_reference_schema(block: type[StrictBlock]) -> _Schema:
 
 
 def _target_text_schema() -> _Schema:
-    """Return the schema of a target passed as text; Prefect's API rejects a relative path before a run begins."""
+    """Return the schema of a target passed as text; by it, Prefect's API rejects relative paths before a run begins."""
     return {**_text_schema(_TARGET_TITLE), "pattern": rf"^(?:{ABSOLUTE_PATTERN}|{make_block_slug_pattern()}$)"}
 
 
@@ -270,7 +270,7 @@ _R = TypeVar("_R")
 class GroupedFlow(FlowWithServer[_P, _R]):
     """A flow to deploy. Its form shows the parameters `first`, in this order, and all others in the group `advanced`.
 
-    Python clients may also pass a grouped parameter outside the group, and this value replaces the one in the group.
+    Python clients may also pass a grouped parameter outside the group; the outer value replaces the value in the group.
 
     Args:
         flow: the flow to run, with flat parameters.

@@ -92,7 +92,7 @@ def require_importable(
 
 
 def _is_trainable_definition(definition: ast.stmt, module: ast.Module) -> bool:
-    """Return whether the source proves that the definition is a trainable; if False, it may still be one."""
+    """Return whether the source proves that the definition is a trainable; if False, it may still be a trainable."""
     match definition:
         case ast.FunctionDef(decorator_list=[]):
             return _is_plain_function(definition, 1)

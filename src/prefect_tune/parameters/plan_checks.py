@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from prefect.task_runners import TaskRunner
 
 
-# Check against the journal that a resume changes nothing that has to stay the same.
+# Check that a resume changes no setting that must stay as it is in the journal.
 
 RETRY_KEEPS_CONFIGURATION = (
     "a retried trial keeps its configuration: for configurations from a corrected space, raise num_samples, or choose "
@@ -91,7 +91,7 @@ def with_journal_seed(state: Experiment, plan: SearchPlan) -> SearchPlan:
 
 
 def _may_have_used_metric(state: Experiment) -> bool:
-    """Return whether a decision or proposal may have used the objective; False if a metric of it was never reported."""
+    """Return whether the objective may have been used: a decision is journaled, or all its metrics were reported."""
     objective, trials = objective_from_settings(state.settings), state.trials.values()
     if objective is None or any(record.kind == "decided" for trial in trials for record in trial.policy_events):
         return True
@@ -109,7 +109,7 @@ def require_search(state: Experiment, uri: str) -> None:
 
 
 def _make_resume_hint(state: Experiment) -> str:
-    """Return the end of a message: the kind of an experiment that is not a search, and how to continue it."""
+    """Return the end of a message about an experiment that is not a search: its kind, and how to continue it."""
     owner = state.owner
     if not state.trials and not (owner and owner.attempt):
         return "has no trials and no settings yet: repeat the call that began it, with the same target and experiment"
@@ -169,7 +169,7 @@ def require_presence(
     Returns `state`; if `state` is None, the state that was read from the journal, or None if none was read.
 
     Raises:
-        ResumeFailed: the experiment must exist, but does not exist or cannot be read. Nothing was started.
+        ResumeFailed: the experiment must exist, but does not; or its journal cannot be read. Nothing was started.
         InvalidInput: the experiment must not exist, but exists; or `resume` is 'local', but the target is remote.
     """
     if resume.requires_local_target and not isinstance(target, LocalTarget):
@@ -211,7 +211,7 @@ def require_unchanged_code(state: Experiment, plan: SearchPlan) -> None:
 
 
 def with_journal_digest(state: Experiment, settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return settings with the digest of the code that trained last; an attempt's start journals a new digest."""
+    """Return settings with the digest of the code that trained last, if any; the next attempt journals a new digest."""
     code = state.settings.get("code")
     return {**settings, "code": code} if code and state.trials else settings
 
@@ -285,7 +285,7 @@ def with_added_samples(
 
 
 def with_default_samples(plan: SearchPlan, state: Experiment) -> SearchPlan:
-    """Return `plan`; set the default number of samples, so that it is journaled, if it applies and is not ten.
+    """Return `plan`; if the default number of samples applies and is not ten, set the number, so that it is journaled.
 
     A journal without a number of samples stands for ten samples, for any space. An experiment begun with ten keeps ten.
     """
@@ -335,7 +335,7 @@ def _get_stored_sample_count(num_samples: Any, search: Any) -> object:
 
 
 def warn_of_errored_trials(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log how many errored trials are not retried; log nothing if there are no other trials: the run then fails."""
+    """Log how many errored trials are not retried; log nothing if the run has no other trials, as it then fails."""
     count = sum(trial.status is Status.ERRORED for trial in state.trials.values())
     adds_trials = plan.trial_count is None or plan.trial_count > len(state.trials)
     if count and not plan.effective_rerun_errored and (count < len(state.trials) or adds_trials):
@@ -360,7 +360,7 @@ def warn_of_too_few_samples(state: Experiment, plan: SearchPlan, log: Log) -> No
 
 
 def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
-    """Log a warning if existing trials were drawn from another space; say whether the search will draw new trials."""
+    """Log a warning if existing trials were drawn from another space; say so if none will be drawn from the new one."""
     space_before, space_now = (
         None if "space" in list_unstored_options(settings) else canonical_json(settings.get("space", {}))
         for settings in (state.settings, plan.settings)
@@ -380,8 +380,8 @@ def warn_of_space_change(state: Experiment, plan: SearchPlan, log: Log) -> None:
 def warn_of_unusual_stop_limits(stopper: Stopper, objective: Objective | None, log: Log) -> None:
     """Log a warning for each stop limit that is probably not intended.
 
-    A limit on a minimized metric ends most trials at once. Some metrics are in each report only with Ray Tune; here, a
-    limit on such a metric makes a trial fail if its trainable does not report the metric.
+    A limit on a minimized metric ends most trials at once. Ray Tune adds some metrics to each report; here, a limit on
+    such a metric makes a trial fail if its trainable does not report the metric.
     """
     modes = dict(zip(objective.metrics, objective.modes, strict=True)) if objective else {}
     for name, limit in collect_metric_limits(stopper).items():
@@ -441,7 +441,7 @@ def warn_of_unusual_mode(plan: SearchPlan, log: Log) -> None:
 def warn_of_constant_space(plan: SearchPlan, log: Log) -> None:
     """Log a warning if the search has several trials but nothing to draw, so that all trials are equal.
 
-    Does not warn of a user's own search or `Repeated`, which may propose values that the space does not have.
+    Does not warn if the search is a user's own or `Repeated`: it may propose values that the space does not have.
     """
     space = validate_space(plan.space or {})
     proposes_more = type(plan.effective_search).__name__ not in BUILT_IN_MODULES["search"]

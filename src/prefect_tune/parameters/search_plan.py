@@ -180,7 +180,7 @@ class ResumeOption:
 
 
 def parse_resume(resume: object) -> ResumeOption:
-    """Parse `resume=`: None, True, False, or Ray's words joined by a plus, in upper or lower case.
+    """Parse `resume=`: None, True, False, or words such as Ray's, joined by a plus, in upper or lower case.
 
     Raises:
         InvalidInput: a word is unknown or not supported here, or words contradict each other.
@@ -648,5 +648,5 @@ def plan_from_settings(
         )
     stored_values = {name: value for name, value in settings.items() if name in OPTIONS and OPTIONS[name].stored}
     if "search" in changed or run.get("samples_per_run") is not None:
-        stored_values.pop("num_samples", None)  # the stored total belongs to another search, or this run raises it
+        stored_values.pop("num_samples", None)  # the stored total is that of another search, or this run raises it
     return SearchPlan(**{**stored_values, **run, **changed})

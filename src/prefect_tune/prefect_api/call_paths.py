@@ -87,9 +87,9 @@ def current_call_path(purpose: object = "") -> CallPath:
     search several times, each call has another key. Journals and experiment names contain these keys. If the key of a
     call changed when its run was started again, the call would add samples again, or train from step 0.
 
-    Calls of the same caller are distinguished by their `purpose` and by the parameters of the subflows that lead to
-    them, and only then by their order. Tasks run concurrently, so they are distinguished by name and arguments, and
-    only then by their order. Subflows are distinguished by their order. Without a flow run, the root is the task run.
+    The key has a digest of `purpose` and of the parameters of the subflow runs between the root run and this call. A
+    caller's calls with equal digests, and the subflow runs in between, are numbered in order. Tasks run concurrently,
+    so they are identified by name and arguments, and then numbered. Without a flow run, the root is the task run.
 
     To ask upstream: an id for each call, which stays the same when the caller is retried.
     """
@@ -126,7 +126,7 @@ def _build_path(
     for run, call in calls:
         parent, execution = path.key, path.caller[0]
         caller = next(iter(get_caller_ids(call)), None)
-        # Only the last call has an action: a digest of `purpose` and of the parameters of the runs that lead to it.
+        # Only the last call has an action: a digest of `purpose` and of the parameters of the runs before it.
         action = compute_stable_digest([purpose, parameters]) if run.id == current_flow_run().id else ""
         if caller is None:
             prefix = f"{parent}/{run.flow_id}"
@@ -160,7 +160,7 @@ def _digest_arguments(arguments: dict[str, Any]) -> str:
 
 
 def _build_task_path(run: FlowRun, task: TaskRun, arguments: str, action: str, parent: str, execution: str) -> CallPath:
-    """Return the path of a call from a task; the path numbers equal tasks of `execution`, and equal calls of a task."""
+    """Return the path of a call from a task, with a number among equal tasks of `execution`, and among equal calls."""
     name = task.task_key.rpartition("-")[0]  # without the digest of the task's code
     prefix = f"{parent}/{run.flow_id}-{compute_stable_digest([name, arguments])}"
     task_number = _assign_call_number(task.id, f"{execution}/{prefix}-{action}")

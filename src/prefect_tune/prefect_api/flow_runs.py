@@ -90,7 +90,7 @@ def has_resume_state(states: Sequence[State[Any]]) -> bool:
 
 
 def check_run_alive(run: FlowRun, client: SyncPrefectClient) -> bool:
-    """Return whether the run is paused or running; if heartbeats are on, a running run must have sent one recently."""
+    """Return whether the run is paused, or is running and (if heartbeats are on) began or sent a heartbeat recently."""
     if run.state is None or not (run.state.is_running() or run.state.is_paused() or run.state.is_cancelling()):
         return False
     period = get_current_settings().flows.heartbeat_frequency
@@ -155,8 +155,8 @@ def _get_suspension_request(context: FlowRunContext) -> Any:
 def set_state_with_form(client: SyncPrefectClient, run_id: UUID, state: State[Any], form: type[RunInput]) -> None:
     """Set a running or suspended flow run to the Suspended `state`, with the form that *Resume* shows.
 
-    `suspend_flow_run` saves the form after the state, so the UI cannot resume the run if the process ends in between;
-    and it rejects a run that was suspended in the UI. So this function saves the form first. It forces the state:
+    `suspend_flow_run` saves the form after the state, so the UI cannot resume the run if the process ends in between.
+    It also rejects a run that was suspended in the UI. This function saves the form first, and forces the state:
     without force, a server would reject the state for a suspended run, or (from 3.9 on) accept it and delete the form.
 
     Raises:

@@ -143,7 +143,7 @@ def flow_with_server(
 
 
 def showing_search_output(flow: str) -> AbstractContextManager[object]:
-    """Return the `call_context` that shows a search in a notebook's cell; import the notebook module only in a call."""
+    """Return the context that shows a search in a notebook's cell; import the notebook module only at this call."""
     output = import_module("prefect_tune.notebook").showing_search_output
     return cast("AbstractContextManager[object]", output(flow))
 
@@ -262,7 +262,7 @@ def _ensure_server(resources: ExitStack) -> None:
         resources.enter_context(_disabling_heartbeats())
     elif url is not None:
         _skip_heartbeat_joins()
-        if not is_within_run and url not in _user_server_urls:  # a run that has begun survives an outage
+        if not is_within_run and url not in _user_server_urls:  # within a run, do not check: it survives an outage
             _wait_for_server(url)
             require_api()
 

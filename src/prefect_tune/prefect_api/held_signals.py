@@ -32,9 +32,9 @@ from prefect.exceptions import TerminationSignal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_INTERVAL_SECONDS = 0.1
-"""How often the stored number is read and the handler set again; of several signals in between, the last counts."""
+"""The time between two checks of the number and the handlers; of several signals in between, only the last is seen."""
 _STATE_TIMEOUT_SECONDS = 1.0
-"""The delay before SIGTERM ends the process, so that the runs that called a search can set their states."""
+"""The delay before SIGTERM ends the process, in which the Prefect runs that called a search can set their states."""
 
 # CPython's own functions that get and set a handler in any thread; `signal.signal` works only in the main thread.
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
@@ -87,7 +87,7 @@ class _HoldableSignal:
 
 @dataclass(eq=False)
 class _ActiveCall:
-    """A call, such as a search, that ends on a signal. A call in the main thread ends on the signals held back, too."""
+    """A call, such as a search, that ends on a signal. In the main thread, too, it receives the signals held back."""
 
     signals: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     is_within_run: bool = field(default_factory=lambda: bool(FlowRunContext.get() or TaskRunContext.get()))
@@ -130,7 +130,7 @@ class _SignalHolder:
             return call
 
     def end_call(self) -> None:
-        """Remove this thread's call. If the call received a signal, wait for all calls outside the main thread."""
+        """Remove this thread's call. If it received a signal, wait until no call outside the main thread is left."""
         with self._changed:
             call = self._calls.pop(threading.get_ident())
             if not _is_main_thread() and not self._count_background_calls():
@@ -221,7 +221,7 @@ os.register_at_fork(
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Hold signals back from the main thread during a call in another thread, in which `raise_held_signal` raises them.
+    """Unless this is the main thread, hold signals back from that thread; `raise_held_signal` raises them in this one.
 
     After a signal, the `with` block ends when all calls outside the main thread have ended; then the signal is resent.
     """
@@ -239,7 +239,7 @@ def holding_signals() -> Iterator[None]:
 def saving_on_signals() -> Iterator[None]:
     """Hold signals back during this `with` block, whose trials save on a signal.
 
-    In the main thread, the block holds no signals back, but receives the signals that are held for other threads.
+    In the main thread, the block holds no signals back, but receives those that calls in other threads hold back.
     """
     outer = _signal_holder.current_call()
     call = outer or _signal_holder.begin_call()

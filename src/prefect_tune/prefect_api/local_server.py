@@ -101,7 +101,7 @@ def _run_server(descriptor: int, services: str) -> None:
 
 
 def reports_cancelled_batch(record: logging.LogRecord) -> bool:
-    """Return whether a record reports a cancelled batch, although the server still writes that batch at shutdown."""
+    """Return whether a record reports a cancelled batch; at its shutdown, the server writes that batch nevertheless."""
     return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
@@ -110,7 +110,7 @@ def _exit_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)  # not `sys.stdin.read`, during which Python cannot shut down cleanly
     os.kill(os.getpid(), signal.SIGTERM)  # the server first stores the received events
     time.sleep(_EXIT_TIMEOUT.total_seconds())
-    os._exit(0)  # ends a server that is still starting, which handles the signal only after its start
+    os._exit(0)  # ends a server that is still starting, since it would handle the signal only after its start
 
 
 # Find the Prefect server that this user runs at Prefect's default address with `prefect server start`.

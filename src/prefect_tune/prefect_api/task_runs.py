@@ -53,7 +53,7 @@ def mark_task_runs_crashed(
 ) -> None:
     """Set the state Crashed for a flow run's lost task runs, and for the task runs that they called.
 
-    While the server shows the flow run as alive, wait, because the server may not know yet that its process was killed.
+    While the server shows the flow run as alive, wait, since it may not know yet that the run's process was killed.
     Task runs that have ended stay unchanged. If the server is silent or rejects a request, no further state is set.
 
     Args:
@@ -132,7 +132,7 @@ def public_task(**options: Any) -> Callable[[Callable[_P, _R]], PublicTask[_P, _
 # (14 lines for an event) when a service fails to process an item.
 
 TRIAL_TASK_NAME = "run-trial"
-"""The task that runs an attempt. Prefect's message at the task's end is hidden, since the search logs this end."""
+"""The name of the task that runs an attempt. Prefect's message at its end is hidden, since the search logs the end."""
 _ENGINE_MODULE = "task_engine"
 _END_MESSAGE = "Finished in state"
 _FAILED_MESSAGE = "Task run failed with state"
@@ -146,8 +146,8 @@ _hides_task_ends: ContextVar[bool] = ContextVar("prefect_tune_is_quiet", default
 def quieting_inner_tasks() -> Iterator[None]:
     """Hide Prefect's log lines about the ends of attempts, and, inside the `with` block, of successful tasks.
 
-    While the server is down, Prefect logs a message for each item, such as an event, that it cannot send. Of these, one
-    a minute is logged, without the item. At the log level DEBUG, nothing is hidden.
+    While the server is down, Prefect logs a message for each item, such as an event, that it cannot send. Only one of
+    these messages is logged per minute, and without the item. At the log level DEBUG, nothing is hidden.
     """
     logging.getLogger(_SERVICES_LOGGER).addFilter(_filter_unsent_record)  # adding it again has no effect
     logging.getLogger("prefect.task_runs").addFilter(_filter_task_end_record)
@@ -169,7 +169,7 @@ _last_log_time = {"seconds": -_NOT_SENT_LOG_INTERVAL_SECONDS}
 
 
 def _filter_unsent_record(record: logging.LogRecord) -> bool:
-    """Return whether to log the record. Of the messages about unsent items, log one a minute, without the item."""
+    """Return whether to log the record. Let only one message about unsent items pass per minute, without the item."""
     if record.msg != _NOT_SENT_MESSAGE or not record.args or logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
         return True
     service, now = next(iter(record.args)), time.monotonic()
@@ -181,7 +181,7 @@ def _filter_unsent_record(record: logging.LogRecord) -> bool:
     return True
 
 
-# Skip the state Pending of a called task that waits for nothing: the task would leave it within a millisecond.
+# Skip the state Pending of a called task that waits for nothing: its run would leave that state within a millisecond.
 #
 # Pending costs as much as Running or the final state: for each state of a task run, Prefect's client sends an event,
 # and the server stores the state in a separate transaction.
@@ -298,7 +298,7 @@ def _release_slots(slots: AbstractContextManager[None]) -> None:
 
 
 def _holding_tag_slots(names: list[str], **options: Any) -> AbstractContextManager[None]:
-    """Return the context that waits for the slots of a task's tags; in other packages' flows, return Prefect's own."""
+    """Return the context that waits for the slots of a task's tags: in other packages' flows, Prefect's own context."""
     context, stop = FlowRunContext.get(), _slot_wait_stop.get()
     if stop is None and (context is None or not isinstance(context.flow, FlowWithServer)):
         return concurrency(names, **options)

@@ -74,7 +74,7 @@ class Totals:
     checkpoints_committed: int
     committed_bytes: int
     measured_bytes: int
-    """The part of `committed_bytes` whose uploads were measured; the uploads of adopted commits are unknown."""
+    """The bytes of the commits whose uploads were measured; the uploads of adopted commits were not measured."""
     sent_bytes: int
     saved_bytes: int
     """The number of bytes that were not uploaded because the target already had them."""
@@ -243,7 +243,7 @@ def make_report_input(
     expected_trial_count: int | None = None,
     age: str = "",
 ) -> ReportInput:
-    """Return a report's data. `snapshot` has the curves of `select_curve_trials`; `objective` replaces the search's."""
+    """Return a report's data. `snapshot` has the curves of `select_curve_trials`. Default `objective`: the search's."""
     experiment = snapshot.experiment
     objective = objective or objective_from_settings(experiment.settings)
     trials = [apply_report(trial, snapshot.get_newest_report(trial.id)) for trial in experiment.trials.values()]

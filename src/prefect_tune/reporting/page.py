@@ -59,7 +59,7 @@ from prefect_tune.terminal.formatting import MIN_SHOWN_SECONDS, format_cell, for
 # The page. The limits on rows, charts and texts keep the page below about 300 KB for any number of trials.
 
 _GOOD_STATUSES = (Status.COMPLETED, Status.PRUNED)
-"""The statuses that have no count of their own in the headline, since such trials are counted as done."""
+"""The statuses that have no count of their own in the headline, since their trials are counted as done."""
 _MAX_PARAMETER_COLUMNS = 5
 _BUILT_IN_COLUMNS = ("trial", "status", "step", "host", "attempts", "trained", "checkpoint")
 _MAX_CELL = 24
@@ -251,14 +251,14 @@ def _make_trial_columns(report: ReportInput) -> Sequence[Column]:
 
 
 def _measure_column(column: Column) -> int:
-    """Return the width of a column with its gap, in characters; only the column's name may wrap, at spaces."""
+    """Return the width of a column with its gap, in characters; its name may wrap, so only the longest word counts."""
     name, cells = column
     texts = (cell if isinstance(cell, str) else cell.text for cell in cells)
     return max((*map(len, name.split()), *map(len, texts)), default=0) + _COLUMN_GAP
 
 
 def _make_compact_table(columns: Iterable[Column]) -> Iterator[PageElement]:
-    """Yield a table; columns (not the first) that have the same value in all of several rows become a note above it."""
+    """Yield a table; with several rows, a column of equal cells (but not the first column) becomes a note above it."""
     first, *others = columns
     kept, parts = [first], list[Cell]()
     for name, cells in others:

@@ -156,7 +156,7 @@ ANCHOR_END, ANCHOR_MIDDLE = 'text-anchor="end"', 'text-anchor="middle"'
 _MIN_LOG_RATIO = 50.0
 """By default, a scale may be logarithmic only if its largest number is at least this multiple of the smallest."""
 _OUTLIER_FACTOR = 8.0
-"""A number is an outlier if its distance to the middle 90 % of the numbers exceeds this multiple of their range."""
+"""A number is an outlier if its distance to the middle 90 % of the numbers is over this multiple of that range."""
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -218,7 +218,7 @@ def fit_scale(
     """
     ordered = sorted(values) or [0.0, 1.0]
     low, high = ordered[0], ordered[-1]
-    if len(ordered) >= 20 and low <= 0:  # draw outliers at the edge, since no logarithmic scale fits
+    if len(ordered) >= 20 and low <= 0:  # draw outliers at the edge, since a logarithmic scale cannot show 0
         first, last = ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]
         margin = (last - first) * _OUTLIER_FACTOR or high - low
         low, high = max(low, first - margin), min(high, last + margin)
@@ -226,7 +226,7 @@ def fit_scale(
         margin = abs(low) * 0.1 or 1.0
         return Scale(low - margin, high + margin, begin, end)
     if is_log is None and (is_log := low > 0 and high / low >= _MIN_LOG_RATIO):
-        # Choose the logarithmic scale unless the median is closer to the middle of the linear scale.
+        # Choose the linear scale only if the median is closer to the middle on it than on the logarithmic scale.
         middle = ordered[len(ordered) // 2]
         log_share = (math.log(middle) - math.log(low)) / (math.log(high) - math.log(low))
         is_log = abs(log_share - 0.5) <= abs((middle - low) / (high - low) - 0.5)

@@ -116,8 +116,8 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
     ) -> str:
         """Copy the files to a local directory and return its path. The caller owns the directory; nothing removes it.
 
-        Without `path`, the directory is temporary, and other users cannot write to it. This object and its copies in
-        other processes share that directory until a file in it is changed. If several processes request the
+        Without `path`, the directory is temporary, and other users cannot write to it. This object and its pickled
+        copies in other processes share that directory until a file in it is changed. If several processes request the
         same directory, only one downloads it. A directory appears complete or not at all, and is reused if it exists.
 
         ```python
@@ -152,9 +152,9 @@ class Checkpoint(metaclass=_AttributeAdviceMeta):
     def as_directory(self, *, timeout: timedelta = _DOWNLOAD_TIMEOUT) -> Iterator[str]:
         """Yield, for a `with` block, a local directory with the files. The block must not write to the directory.
 
-        A local checkpoint's own directory is yielded, and is not removed. Any other checkpoint is downloaded once per
-        machine. All processes and threads share the copy, which is removed when the last of them leaves the block. A
-        copy that killed processes left is removed after the next use of the checkpoint, or after a week without use.
+        A plain local directory is itself yielded, and is not removed. Any other checkpoint is downloaded once per
+        machine. All processes and threads share the copy, which is removed when the last of them leaves the block. If
+        they are killed, the copy is removed after its next use, or by a later download once it is unused for a week.
 
         ```python
         with checkpoint.as_directory() as directory:

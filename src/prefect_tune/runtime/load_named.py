@@ -41,7 +41,7 @@ _prepended_path: tuple[str, ...] = ()
 
 
 def prepend_import_path(import_path: Sequence[str]) -> None:
-    """Put `import_path` first in `sys.path`; a repeated call does nothing, since modules may have changed the path."""
+    """Put `import_path` first in `sys.path`, unless the last call did so: modules may have changed the path since."""
     global _prepended_path  # noqa: PLW0603 - of the process, like `sys.path`
     if tuple(import_path) != _prepended_path:
         _prepended_path = tuple(import_path)
@@ -53,7 +53,7 @@ def load_object(name: str, parameter: str = "trainable") -> object:
 
     Args:
         name: the name, or the pickle.
-        parameter: the name of the parameter whose value is `name`, for messages.
+        parameter: where the user passed this text, such as `trainable` or `--stop`; messages begin with it.
 
     Raises:
         InvalidInput: the module cannot be imported or has no such name, or the pickle cannot be loaded here.
@@ -143,7 +143,7 @@ def load_trainable(name: str) -> object:
     require_trainable(trainable, name)
     if is_trial_program() and (defined := _find_script_globals(trainable) | names):
         main = ModuleType("__main__")
-        # Keep the original `__spec__`, because a new process of `multiprocessing` runs the module that it names.
+        # Keep the original `__spec__`, because a new process of `multiprocessing` runs the module that the spec names.
         main.__dict__.update({**defined, "__spec__": INITIAL_MAIN_MODULE.__spec__})
         sys.modules["__main__"] = main
     return trainable
@@ -165,7 +165,7 @@ _MAX_TRAINABLE_CHARACTERS = 64 * 1024 * 1024  # a larger file would take too muc
 
 def write_trainable_for_spawn(trainable: str) -> None:
     """Write a pickled trainable to a file for the processes that the trial spawns; see `load_definitions_for_spawn`."""
-    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # it may be inherited from an outer search
+    os.environ.pop(_TRAINABLE_FILE_ENV, None)  # this process may have inherited it from an outer search
     if sys.modules["__main__"] is INITIAL_MAIN_MODULE or len(trainable) > _MAX_TRAINABLE_CHARACTERS:
         return
     file = tempfile.NamedTemporaryFile("w", suffix=".trainable", delete=False)  # noqa: SIM115  it is used after this call
@@ -194,7 +194,7 @@ def load_definitions_for_spawn() -> dict[str, object]:
 
 
 def require_loadable(config: Mapping[str, object]) -> None:
-    """Load the trainable that `config` names, without training. The check of imports runs this as a trial's trainable.
+    """Load the trainable that `config` names, without training. A trial that only checks the import runs this function.
 
     Raises:
         InvalidInput: the trainable cannot be loaded, or lacks `save_checkpoint` although `cadence` requires saves.
@@ -417,7 +417,7 @@ def _find_used_names(code: CodeType) -> set[str]:
 
 
 # Compute digests that are equal in every process, so that a retry of a flow recognizes the calls of its earlier run.
-# A digest represents an object that is not a plain value by its type and parts, since its pickle may differ each time.
+# If an object is not a plain value, its type and parts stand for it in the digest, since its pickles may differ.
 
 
 def compute_stable_digest(value: object) -> str:

@@ -48,7 +48,7 @@ class MessageReader(Generic[_Message]):
         self._poller.register(connection.fileno(), select.POLLIN)
 
     def read(self, timeout: timedelta | None = None) -> _Message | None:
-        """Return the next message; None if it is incomplete after `timeout`. Without a timeout, wait for all of it.
+        """Return the next message; None if it is incomplete after `timeout`. By default, wait until it is complete.
 
         Raises:
             EOFError: the other side has closed the connection.

@@ -27,7 +27,7 @@ RANK_0_ENV: Final = "PREFECT_TUNE_LEADS"
 """The environment variable by which the trial's own process, as rank 0, tells its children that they are not rank 0."""
 SCRIPT_ENV: Final = "PREFECT_TUNE_SCRIPT"
 """The environment variable from which a copy of a trial's program restores `sys.argv[0]` of the user's script."""
-# A trial removes these. MPI's local rank stays set, since a program that mpirun starts may choose its GPU by it.
+# A trial removes these variables. MPI's local rank stays, since a program that mpirun starts may choose its GPU by it.
 _INHERITED_VARIABLES: Final = (*_LAUNCHERS[0], *chain.from_iterable(it[:2] for it in _LAUNCHERS[1:]), RANK_0_ENV)
 _TRIAL_PROGRAMS: Final = ("prefect_tune.runtime.processes.trial_process", "prefect_tune.runtime.processes.fork_server")
 INITIAL_MAIN_MODULE: Final = sys.modules["__main__"]
@@ -137,7 +137,7 @@ def _on_audit_event(event: str, arguments: tuple[object, ...]) -> None:
             return
         words = [os.fsdecode(word) for word in command if isinstance(word, str | bytes | os.PathLike)]
         own_commands = (
-            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search starts its program with other arguments
+            ["-m", _get_main_module_name(), *sys.argv[1:]],  # an inner search starts this program with other arguments
             [str(getattr(INITIAL_MAIN_MODULE, "__file__", "")), *sys.argv[1:]],
         )
         if words != sys.orig_argv and words[1:] not in own_commands:

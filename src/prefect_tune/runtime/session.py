@@ -615,7 +615,7 @@ class WorkerRankSession(TrialSession):
                 self._execute_rank_0_commands(save)
 
     def finish(self, returned: Mapping[str, object] | None) -> TrainingEnded:
-        """Return the last message. The metrics that the function returned count only in the mean of all ranks."""
+        """Return the last message. Metrics that the function returned are used only for the mean of all ranks."""
         with self._report_lock:
             if self.start.metrics_from == "mean" and self._stop_error is None and returned is not None:
                 self._send_metrics(super().record_report(returned), returned=True)

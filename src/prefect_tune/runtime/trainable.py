@@ -136,7 +136,7 @@ def require_trainable_class(kind: type) -> type[Trainable]:
 
     Raises:
         InvalidInput: `kind` is not a subclass of `Trainable`, does not override `step`, or has a method that does not
-            accept a trial's arguments.
+            accept the arguments with which a trial calls it.
     """
     if not issubclass(kind, Trainable):
         raise InvalidInput(
@@ -328,12 +328,12 @@ def activate_session(session: TrialSession, *, whole_process: bool) -> None:
 
 
 def get_process_session() -> TrialSession | None:
-    """Return the session of the trial that this process trains; None in a child of the trial's process."""
+    """Return the session of the trial that this process trains; None otherwise, as in a trial's child process."""
     return next((session for session in _process_sessions if session.belongs_to_this_process), None)
 
 
 def _require_reporting_session(caller: str) -> TrialSession:
-    """Return the trial's session. Raise InvalidInput if no trial runs here, or if the thread is an earlier trial's."""
+    """Return the trial's session. Raise InvalidInput if no trial runs here, or if this thread is an earlier trial's."""
     if threading.current_thread() in _earlier_trial_threads:
         raise InvalidInput(
             f"{caller}(): expected a thread that this trial has started, found {threading.current_thread().name!r}, "

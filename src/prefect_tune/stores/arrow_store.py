@@ -51,7 +51,7 @@ def arrow_store_error(error: Exception, operation: str) -> StoreRefused | StoreU
 
 _MAX_TEMPFILE_AGE = timedelta(days=1)
 _OBJECT_STORAGE_TYPES = frozenset({"s3", "gcs", "abfs"})
-"""Native object storages: an object appears when its upload completes, and there is no rename."""
+"""pyarrow's own object storages, in which an object appears when its upload is complete, and cannot be renamed."""
 _BUCKET_TYPES = _OBJECT_STORAGE_TYPES | {
     f"py::fsspec+{name}" for name in ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "obs")
 }
@@ -60,7 +60,7 @@ _BUCKET_TYPES = _OBJECT_STORAGE_TYPES | {
 class ArrowStore(ParallelStore):
     """An `ObjectStore` below the folder `root` of a pyarrow file system.
 
-    `create` checks that no object exists, writes the object, and reads it back. Another process could write in between,
+    `create` checks that the object is missing, writes it, and reads it back. Another process could write in between,
     so only one process may write. On a file system that is not an object storage, an object is first written to a
     hidden name and then moved, so that a failed write leaves no partial object. The size is checked after each write.
 
@@ -277,7 +277,7 @@ class ArrowStore(ParallelStore):
         with self._converting_errors(operation):
             hidden_path = self._make_temporary_path()
             size_bytes = self._write_object(hidden_path, pieces)
-            if not self._has_removed_stale_files:  # remove, once per store, what killed writers left over a day ago
+            if not self._has_removed_stale_files:  # remove, once per store, files of killed writers, over a day old
                 self._has_removed_stale_files = True
                 now = self._filesystem.get_file_info(hidden_path).mtime  # the time by the target's own clock
                 for info in self._filesystem.get_file_info(arrow.FileSelector(hidden_path.rpartition("/")[0])):

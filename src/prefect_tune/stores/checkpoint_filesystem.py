@@ -83,7 +83,7 @@ class _CheckpointHandler(arrow.FileSystemHandler):  # type: ignore[misc]  # pyar
 
     @cached_property
     def _manifest_and_metadata(self) -> tuple[Manifest, bytes | None]:
-        """The manifest, and the content of a copy's metadata file; None if a copy keeps the committed files."""
+        """The manifest, and the metadata file's content in a copy; the content is None if a copy keeps the file."""
         with self._target_folder.open(timeout=_TIMEOUT) as store:
             manifest = self._target_folder.read_manifest(store)
             if manifest is None:

@@ -5,8 +5,8 @@ the same CPU time, and a read needs a quarter less, because the thread that rece
 memory, which is then reused. A blocking call cannot be interrupted; only the client's timeout ends the call. So the
 store has clients with different timeouts; a request uses the client with the longest timeout that the deadline allows.
 
-Large ranges are read with these clients, too. In a measurement with obstore 0.12.1, a reader of our own (signed URLs,
-reused buffers) took twice as long, but saved 0.25 of 2.0 CPU seconds per GiB without TLS, and nothing with TLS.
+Large ranges are read by obstore, too, not by a reader of our own (signed URLs, reused buffers). In a measurement with
+obstore 0.12.1, such a reader took twice as long, but saved 0.25 of 2.0 CPU seconds per GiB without TLS, none with TLS.
 
 The clients' own retries are off, because they ignore the deadline, and hide that the outcome of a create is unknown.
 This module retries instead.
@@ -347,7 +347,7 @@ class ObstoreStore(ParallelStore):
         checked = validate_path(path)
         limit_seconds = min(self._request_limit_seconds, self._deadline.remaining_seconds / 8)
 
-        def check_remaining_time() -> None:  # require time to send a part, to join all parts, and to remove them
+        def check_remaining_time() -> None:  # time must remain to send a part, to join the parts, and to remove them
             if self._deadline.remaining_seconds < 3 * limit_seconds:
                 raise self._deadline.exceeded_error(f"write {path}")
 
@@ -391,7 +391,7 @@ class ObstoreStore(ParallelStore):
             except BaseError as error:
                 failure = RequestFailure.from_exception(error)
                 if failure.status is not None and failure.code is None and not failure.is_transient:
-                    _list_page(client, count=1)  # a reply to HEAD has no code, but the error of a failed list has one
+                    _list_page(client, count=1)  # an error of HEAD has no code; this may raise an error with a code
                 raise
 
         try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 
-# A local folder as a target for reading only. It is opened without a block, which saves importing Prefect (1 s).
+# A local folder, as a target that is only read. It is opened without a block, so that Prefect (1 s) is not imported.
 
 BLOCK_SLUG = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)/([^/\s]+)")
 """A reference to a saved block: 'block-type/name'."""
@@ -55,7 +55,7 @@ def find_local_folder(target: str) -> LocalFolder | None:
     try:
         path = Path(os.path.normpath(Path.cwd() / Path(target).expanduser()))
         return LocalFolder(path) if path.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # the caller gets the error when it resolves `target` to a block
+    except (OSError, RuntimeError, ValueError):  # the caller then resolves `target` to a block, which raises the error
         return None
 
 
@@ -111,7 +111,7 @@ class Location:
 
     @property
     def arrow_path(self) -> str:
-        """The path for pyarrow's file systems. If there is a bucket, the path begins with it."""
+        """The path for pyarrow's file systems. If there is a bucket, the path begins with the bucket's name."""
         match self.client:
             case Client.FILES:
                 return self.path
@@ -369,11 +369,11 @@ def environment_allows_http(environment: Mapping[str, str]) -> bool:
 def find_ambient_access(environment: Mapping[str, str], *, anonymous: bool = False) -> S3Access:
     """Return the region, and the credentials of an AWS profile if the environment names no other credentials.
 
-    The environment's region takes precedence over the profile's. The client itself finds other credentials.
+    The environment's region takes precedence over the profile's. Other credentials are found by the client itself.
 
     Args:
         environment: must be `os.environ` or equal to it, since boto3 itself reads `os.environ` to find the profile.
-        anonymous: whether requests are unsigned; then no profile is read.
+        anonymous: whether requests are unsigned; if so, no profile is read.
 
     Raises:
         StoreRefused: the profile does not exist or cannot be read.

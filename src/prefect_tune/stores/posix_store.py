@@ -207,7 +207,7 @@ def _to_file_status(status: os.stat_result) -> FileStatus:
 _MAX_TEMPFILE_AGE = timedelta(days=1)
 _MAX_WRITE_BYTES = 16 << 20  # the limit for one system call, since the deadline is checked between calls
 _MAX_READ_BYTES = 64 << 20
-_MAX_PUBLISHES = 100  # the maximum number of tries to publish a file; a try fails if a delete prunes its folder
+_MAX_PUBLISHES = 100  # the maximum number of tries to publish a file; a try fails if a delete removes its empty folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,7 @@ class PosixStore(ParallelStore):
             except NotADirectoryError:
                 if self._calls.stat(name, fd).is_symlink:
                     raise
-                return None  # an object has this name
+                return None  # an object has this name, so there is no such folder
         return fd
 
     def _open_or_create_folder(self, stack: ExitStack, root: int, folder: str) -> int:
@@ -474,7 +474,7 @@ class PosixStore(ParallelStore):
             offset += count
 
     def _publish_file(self, root: int, folder: str, temp: _TempFile, publish: Callable[[int], None]) -> None:
-        """Open `folder` and call `publish` with it; repeat both if a delete pruned the folder in between."""
+        """Open `folder` and call `publish` with it; repeat both if a delete removed the empty folder in between."""
         for _ in range(_MAX_PUBLISHES):
             self._deadline.check(f"publishing in {folder!r}")
             try:
@@ -583,7 +583,7 @@ class PosixStore(ParallelStore):
             with suppress(OSError):  # another writer removed the file first, or another user owns it
                 status = self._calls.stat(name, folder)
                 if timedelta(microseconds=(now_ns - status.modified_ns) / 1000) >= _MAX_TEMPFILE_AGE:
-                    if status.link_count > 1:  # its name may be unsynced, and readers sync only files with two links
+                    if status.link_count > 1:  # the object's name may be unsynced, and no reader would sync it later
                         self._calls.sync()
                     self._calls.unlink(name, folder)
 

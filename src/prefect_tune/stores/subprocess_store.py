@@ -60,7 +60,7 @@ class SubprocessStore(ParallelStore):
         self.close()
 
     def close(self) -> None:
-        """Kill the children. A running `create` then raises `CommitUnknown`, any other call `StoreUnavailable`."""
+        """Kill the children: a running `create` raises `CommitUnknown`; other running calls, `StoreUnavailable`."""
         with self._guard:
             self._is_closed = True
             children, self._children, self._idle_children = self._children, [], []

@@ -292,7 +292,7 @@ def make_cost_table(cost: ExperimentCost) -> Table:
 
 
 def make_attempts_table(attempts: Sequence[AttemptCost]) -> Table:
-    """Return a table of a trial's attempts: times, largest losses of time, resources, ranks that ended differently."""
+    """Return a table of a trial's attempts: times, largest losses of time, resources, and exceptional ends of ranks."""
     rows = [_format_resources(attempt) for attempt in attempts]
     names = [name for name in _RESOURCES if any(name in resources for resources in rows)]
     table = make_borderless_table("attempt", "in all", "training", "largest losses", *names)

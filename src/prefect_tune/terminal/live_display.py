@@ -190,7 +190,7 @@ def end_display() -> None:
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Raise an `OSError` if the reader has closed the pipe; Rich would close stdout and end the process."""
+        """Raise an `OSError` for a closed pipe; Rich's own method would close stdout and end the process."""
         raise BrokenPipeError(f"{self.file}: the reader has closed it")
 
 
@@ -233,7 +233,7 @@ class LiveDisplay(threading.Thread):
             while not self._stop_requested.wait(pause):
                 began = time.thread_time()
                 self._print_captured_lines()
-                # Rich might take the size of stdin instead. This call raises `OSError` if the terminal has hung up.
+                # Rich might use the size of stdin. `get_terminal_size` raises `OSError` if the terminal has hung up.
                 width, height = os.get_terminal_size(self.console.file.fileno())
                 if width and height:
                     self.console.size = ConsoleDimensions(width, height)

@@ -131,7 +131,7 @@ class ProgressReader:
             apply_report(trial, snapshot.get_newest_report(trial.id)) if trial.phase is Phase.RUNNING else trial
             for trial in trials
         ]
-        if objective is None:  # no trial is better than another, so take the last proposed
+        if objective is None:  # no trial is better than another, so the last proposed comes first
             best_first = [trial for trial in reversed(newest) if trial.phase in ENDED_PHASES]
         else:
             best_first = [trial for trial, _ in rank_trials(newest, objective)]
@@ -310,7 +310,7 @@ def find_metric_names(trials: Sequence[Trial]) -> Sequence[str]:
 _MAX_ROWS = 16
 _MAX_NOTES = 5
 _MAX_RUNGS = 8
-_HEADER_LINE_COUNT = 8  # all lines except those of trials and notes
+_HEADER_LINE_COUNT = 8  # the lines that show neither trials nor notes
 _STATUS_STYLES = {
     Status.RUNNING: "green",
     Status.ERRORED: "red",

@@ -340,7 +340,7 @@ class _Auditor:
             self._policy.replay(before)
             self._search_end_reason = self._policy.end_reason()
         if (policy := self._policy) is None:
-            return None  # a single training decides nothing
+            return None  # this is a single training, which decides nothing
         if isinstance(event, TrialAdded):
             return self._expect_added_trial(before, policy, event)
         if isinstance(event, StopRequested):
@@ -495,7 +495,7 @@ _NOT_RECORDED = "a clock, a missing metric or the user's choice ended the search
 
 
 def _are_equivalent(event: Event, other: Event) -> bool:
-    """Return whether two events have the same JSON; a reason from the user's code, which is a text, is ignored."""
+    """Return whether two events have the same JSON, apart from a reason that is text, which the user's code wrote."""
     return event == other or canonical_json(_comparable_fields(event)) == canonical_json(_comparable_fields(other))
 
 

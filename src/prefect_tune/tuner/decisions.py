@@ -62,12 +62,12 @@ class FailureHandler:
         self._stop_handler = stop_handler
         self._ready_queue = ready_queue
         self._log = log
-        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: attempts lost since a commit; its sequence
+        self._lost_attempts: dict[str, tuple[int, int]] = {}  # by trial: count since a commit; sequence of this commit
         self._undecidable_trials: dict[str, Reason] = {}  # by trial: why the scheduler cannot decide
         running = (trial for trial in pending_entry.state.trials.values() if trial.phase is Phase.RUNNING)
         self.has_trained = any(trial.step for trial in running)
         """Whether this owner's attempts, or a remote attempt that outlived its search, have trained a step."""
-        self._import_failure = ""  # the first failed import before any training; it would fail for all trials
+        self._import_failure = ""  # the first failed import before any training; this import would fail in all trials
 
     def require_loaded_trainable(self) -> None:
         """Raise `TrialFailed` if this owner trained nothing because the trainable could not be loaded.
@@ -228,7 +228,7 @@ class DecisionHandler:
         return decision
 
     def _make_answer(self, trial_id: str, decision: Decision) -> ContinueTraining | StopTrial:
-        """Return the answer for a decision. If a pause is to end at once, journal the resume; the trial continues."""
+        """Return the answer for a decision. If a pause would end at once, journal the resume; the trial continues."""
         match decision:
             case Continue():
                 return self._make_continue_answer(trial_id)

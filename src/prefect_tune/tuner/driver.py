@@ -86,7 +86,7 @@ from prefect_tune.tuner.stop_requests import StopHandler, StopSource
 
 _POLL_TIMEOUT = timedelta(seconds=0.5)
 _IO_TIMEOUT = timedelta(minutes=5)
-_MAX_STARTS = 8  # per pass of the loop; a start on a cluster takes some 30 ms, in which running trials get no answer
+_MAX_STARTS = 8  # per pass of the loop; a start on a cluster takes 30 ms, and running trials get no answer meanwhile
 
 
 class Driver:
@@ -150,7 +150,7 @@ class Driver:
             return self._run_loop(stop_source)
         except BaseException:
             self._pending_entry.drop_actions()
-            with suppress(TuneError):  # the error that ended the search is raised, not this one
+            with suppress(TuneError):  # raise the error that ended the search, not an error of this stop
                 stop_and_wait(self._executor, self._spec.grace_period, self._write_submitted_events)
             raise
         finally:
@@ -315,7 +315,7 @@ class Driver:
         if trial_id in self._experiment.pending_stops:
             self._stop_handler.send_stop(trial_id)
         if not trial.step:
-            return  # the trial has not reported, so it waits for no answer, and expects none
+            return  # the trial has not reported, so it waits for no answer
         milestone = self._policy.next_milestone(trial)
         if milestone is not None and trial.step >= milestone and trial.pending_exploit is None:
             self._decision_handler.answer_report(trial_id, last_report(trial))
@@ -352,7 +352,7 @@ class Driver:
         """Journal a post of a remote attempt; then delete the post, and the checkpoints that its events retire."""
         before = self._experiment.trial(trial_id)
         if before.outbox is None or number != before.last_post + 1:
-            return  # `_close_outbox` has read this post, or closed the outbox before this post
+            return  # `_close_outbox` has journaled this post, or has closed the outbox at an earlier post
         try:
             self._pending_entry.add_events([PostReceived(trial=trial_id, post=number), *events])
         except IllegalTransition as impossible:
@@ -376,7 +376,7 @@ class Driver:
     def _delete_clone_origins(self, before: Trial) -> None:
         """After the next write, delete other trials' retired checkpoints of which this trial had the last clone.
 
-        Decide by the written state, since a commit retires nothing if a non-owner quarantined a checkpoint just before.
+        Look at the written state, since a commit retires nothing if a non-owner quarantines a checkpoint just before.
         """
         clones = [ref for ref in before.checkpoints if ref.origin is not None]
         if not clones or self._experiment.trial(before.id).checkpoints is before.checkpoints:
@@ -467,7 +467,7 @@ class Driver:
             self._pending_entry.write(may_defer=False)  # so that `stays_finished` reads all reports
             trial = self._experiment.trial(trial_id)
             if trial.phase is Phase.FINISHED and not self._limits.stays_finished(trial):
-                self._add_event(make_extension_event(trial))  # the trial met only an earlier owner's criterion
+                self._add_event(make_extension_event(trial))  # only an earlier owner's stop criterion ended the trial
                 self._ready_queue.append(trial_id)
 
     def _resume_unless_scheduler_paused(self, trial: Trial) -> None:
@@ -487,11 +487,11 @@ class Driver:
         for trial_id in self._find_trials_to_recover():
             if self._limits.plan.effective_rerun_errored != "only" or trial_id in errored_or_stopped:
                 self._recover_trial(trial_id)
-        # A reattachment forces this write, after which the executor has the attempt, and can send a stop to it.
+        # Reattaching to an attempt forces this write; only after it can the executor send a stop to the attempt.
         self._pending_entry.write(may_defer=True)
 
     def _add_unread_posts(self, trials: Sequence[Trial]) -> None:
-        """Journal unread posts in batches, since the posts of several days are too many for one timeout."""
+        """Journal unread posts in batches, since one timeout is too short to read the posts of several days."""
 
         def read_next_posts(trial: Trial, context: Context) -> Sequence[Post] | None:
             """Return the next posts in a trial's open outbox; None if a post cannot be read."""
@@ -522,7 +522,7 @@ class Driver:
         """Return the pending and running trials, the trials to stop, and the paused trials that resume at once."""
         phases, resumes = (Phase.PENDING, Phase.RUNNING), self._policy.resumes_without_scheduler
         trials = self._experiment.trials.values()
-        stops = self._experiment.pending_stops  # may hold a paused trial that an earlier owner had no time to stop
+        stops = self._experiment.pending_stops  # may include a paused trial that an earlier owner had no time to stop
         return {trial.id: trial for trial in trials if trial.phase in phases or resumes(trial) or trial.id in stops}
 
     def _recover_trial(self, trial_id: str) -> None:
@@ -542,7 +542,7 @@ class Driver:
             return
         self._end_attempt_if_lost(trial_id)
         if trial_id in self._experiment.pending_stops:
-            self._close_outbox(trial_id)  # also the outbox of an attempt that has not begun
+            self._close_outbox(trial_id)  # close even the outbox of an attempt that has not begun
             self._stop_handler.finish_trial(trial_id)
             return
         if self._awaits_first_post(trial_id):

@@ -130,7 +130,7 @@ class PendingEntry:
             states.append(apply_event(states[-1], event, self._journal_writer.experiment.entry_count + 1))
         for event, state in zip(events, states[1:], strict=True):
             state_before, self.state = self.state, state
-            # Write a stop's events soon, since the requester polls the journal for the acknowledgement and the end.
+            # Write the events of a stop soon, since the requester of the stop waits until they are in the journal.
             self._has_stop_change |= (
                 state.stop_requests != state_before.stop_requests or state.pending_stops != state_before.pending_stops
             )
@@ -174,8 +174,8 @@ class PendingEntry:
         """Write the pending events as one entry, then run the waiting actions; return the written experiment.
 
         Args:
-            may_defer: whether events may wait if no forced write, attempt or stop request needs them. They are written
-                `sync_period` after the last write, or 2 s after a change of a trial's status, whichever is earlier.
+            may_defer: whether events may wait unless a forced write, an attempt or a stop needs them. If so, they wait
+                until `sync_period` after the last write or 2 s after a trial's status changed, whichever is earlier.
         """
         is_awaited = any(submitted.is_awaited for submitted in self._submitted)
         is_needed = is_awaited or self._forcing_actions or self._has_stop_change
@@ -213,7 +213,7 @@ class PendingEntry:
 
 
 def _write_error_for_attempt(error: BaseException) -> Exception:
-    """Return the error for the attempts that wait for a write; if the write was interrupted, its outcome is unknown."""
+    """Return the error for attempts that wait for a write: `error`, or `CommitUnknown` if the write was interrupted."""
     if isinstance(error, Exception):
         return error
     return CommitUnknown(f"the search was interrupted while it wrote its journal ({type(error).__name__})")

@@ -192,9 +192,9 @@ _POLL_INTERVAL = timedelta(seconds=0.5)
 
 
 def run_search(plan: SearchPlan, experiment: Experiment | None = None) -> Results:
-    """Run a search within a flow run. Raises like `tune`. `experiment` is None if the caller has not read its state.
+    """Run a search within a flow run. Raises like `tune`. `experiment` is the state that the caller has read, or None.
 
-    The flow must return the returned value: the results or, if every trial errored, a Failed state with `SearchFailed`.
+    The calling flow must return the value: the results or, if every trial errored, a Failed state with `SearchFailed`.
     """
     if experiment is None:  # a search that is resumed by name keeps its mode, and its first run has already warned
         warn_of_unusual_mode(plan, get_run_logger())
@@ -437,7 +437,7 @@ def parse_warm_start(warm_start: Sequence[object]) -> Sequence[str]:
 def read_warm_starts(
     names: Sequence[str], target: StorageTarget, experiment: str, loaded: Experiment | None = None
 ) -> Sequence[WarmStart]:
-    """Read the finished trials of the experiments `names`, which may be running; skip those that `experiment` used.
+    """Read the finished trials of the experiments `names`, even of running ones; skip sources that `experiment` used.
 
     `loaded` is the state of `experiment` that the caller has read; if it is None, the state is read here. The
     sources in this state are not read again, even if they have more finished trials now.

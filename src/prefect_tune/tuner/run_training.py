@@ -57,8 +57,8 @@ def run_training(plan: SearchPlan, config: object) -> tuple[TrialSpec, Trial] | 
     """Train the one trial of `plan` within a flow run, until the trial is finished or a retry budget is spent.
 
     Returns:
-        The trial's specification and state; or the error to raise, if a retry budget is spent. Raises the other errors
-        of `durable_trainable`.
+        The trial's specification and state; or, if a retry budget is spent, the error to raise. The other errors of
+        `durable_trainable` are raised here.
     """
     with quieting_inner_tasks():
         segment = apply_answers(RunSegment(plan), TRAINING_QUESTION, read_last_form())
@@ -86,7 +86,7 @@ def _run_training_segment(
         check_target(target)
         state_before = segment.loaded_experiment or read_experiment_to_resume(target, plan.experiment)
         trial_spec = replace(spec, trial=state_before.trial_key(ONLY_TRIAL))
-        require_same_training(state_before, trial_spec, config)  # first, since a rejected run must supersede no owner
+        require_same_training(state_before, trial_spec, config)  # first: a rejected run must not supersede an owner
         was_finished = ONLY_TRIAL in state_before.trials and state_before.trial(ONLY_TRIAL).phase is Phase.FINISHED
         if spec.isolation == "process" and not was_finished:
             pool.start_import(spec.trainable, get_run_logger())  # so that the fork server starts during the takeover
@@ -103,7 +103,7 @@ def _run_training_segment(
         is_finished = (
             trial is not None
             and trial.phase is Phase.FINISHED
-            and stays_finished(trial, stopper, ReportReader(target, state.key))  # since the criterion may have changed
+            and stays_finished(trial, stopper, ReportReader(target, state.key))  # the stop criterion may have changed
         )
         _log_resume_point(spec, plan, state, is_finished=is_finished)
         retry_plan = plan.with_changes(rerun_errored=True)

@@ -2,8 +2,8 @@
 
 The same history gives the same proposals and decisions, so these objects are not stored. A resume creates new ones, and
 replays the journal to them (`replay`) in the original order (`ReplayEvent.order`). Then they propose what the
-interrupted run would have proposed. For this, they compute each random number from the seed and what the number is for
-(`core.seeded_random`), read no clock, and get reports only at a decision or at a trial's end, in the journal's order.
+interrupted run would have proposed. For this, each random number is a hash of the seed and of the number's purpose
+(`core.seeded_random`); they read no clock, and get reports only at a decision or a trial's end, in the journal's order.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SearchPolicy:
         """The scheduler's state. It tells `Driver` whether to wait, and which trial to resume or stop next."""
         self.proposed_count = 0
         """The number of proposed trials in the journal, which is also the number of the next proposal."""
-        self._suggested_number: int | None = None  # the last suggestion's number, whose trial the search knows
+        self._suggested_number: int | None = None  # number of the last suggestion, which the search need not restore
         self._paused: set[str] = set()
         self._decided_steps: dict[str, int] = {}  # by trial: the step at which the scheduler last judged its weights
 
@@ -128,8 +128,8 @@ class SearchPolicy:
     def resumes_without_scheduler(self, trial: Trial) -> bool:
         """Return whether to resume a paused trial at once, without waiting for the scheduler.
 
-        True if the trial paused for an exploit, or because an earlier owner had another scheduler, or without a
-        decision. The present scheduler resumes or ends the trials for which it has decided a pause.
+        True if the trial paused for an exploit, without a decision, or by a decision of an earlier owner's other
+        scheduler. The present scheduler resumes or ends the trials for which it has decided a pause.
         """
         return trial.phase is Phase.PAUSED and (trial.pending_exploit is not None or trial.id not in self._paused)
 
@@ -144,7 +144,7 @@ class SearchPolicy:
         return self.schedule.next_milestone(trial.id, self._decided_steps.get(trial.id, 0))
 
     def record(self, trial: Trial, past_event: ReplayEvent) -> None:
-        """Record an event of the journal, new or replayed; `trial` is the state after the event."""
+        """Record an event of the journal, new or replayed; `trial` is the trial's state after the event."""
         number = parse_trial_number(trial.id)
         match past_event.kind:
             case "added":

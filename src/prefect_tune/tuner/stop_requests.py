@@ -125,7 +125,7 @@ class StopHandler:
         self._pending_entry.add_event(self._make_finish_event(trial_id))
 
     def send_stop(self, trial_id: str) -> None:
-        """After the next write, tell a running trial to save and end; the message contains the event that ends it."""
+        """After the next write, tell a running trial to save and end; the message has the event that ends the trial."""
         stop = StopTrial(outcome=self._make_finish_event(trial_id), save=True)
         self._pending_entry.run_after_forced_write(lambda: self._executor.send_answer(trial_id, stop))
 
@@ -253,9 +253,9 @@ def stop(
 ) -> StopOutcome:
     """Stop a running search, or one of its trials, after a save; wait for the end.
 
-    A stopped trial saves a checkpoint and ends as `interrupted`; a larger budget does not continue it. A stopped
-    experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues the experiment. The run that
-    owns the experiment reads requests every few seconds, and journals each request before acting on it.
+    A stopped trial saves a checkpoint and ends as `interrupted`; a resume does not continue it, even with a larger
+    budget. A stopped experiment can be resumed: every trial saves, and `pt.tune` or `pt.resume` continues it. The run
+    that owns the experiment reads requests every few seconds, and journals each request before acting on it.
 
     If no run is active, the next run ends the trial before it starts another trial. A request to stop the whole
     experiment then has no effect, because such a request never stops a run that begins later.
@@ -284,7 +284,7 @@ def stop(
 
 
 class _StopRequestSender:
-    """Sends a stop request; if the journal has another request under its number, sends it again with the next one."""
+    """Sends a stop request; if the journal has another request under its number, sends it with the next number."""
 
     def __init__(self, target: StorageTarget, journal: JournalKey, trial: str | None, reason: Reason) -> None:
         self._target = target

@@ -66,7 +66,7 @@ class ProcessKey:
 
     @classmethod
     def for_trial(cls, trainable: str, import_path: tuple[str, ...], environment: Mapping[str, str]) -> Self:
-        """Return the key of a trial with `environment` and, if not set there, this process's `READ_ONCE_VARIABLES`."""
+        """Return a trial's key, with this process's `READ_ONCE_VARIABLES`, which `environment` extends or overrides."""
         # Read `os.environ` at each call, because a task runner such as Ray may change the visible GPUs between trials.
         inherited = {name: os.environ[name] for name in READ_ONCE_VARIABLES if name in os.environ}
         return cls(trainable, import_path, frozenset({**inherited, **environment}.items()))
@@ -196,9 +196,9 @@ class ForkServer:
         return ForkedProcess.fork(self.control, request, channel)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End the fork server, which exits after its forked processes; kill it after `timeout` (None: never)."""
+        """End the fork server, which waits for its forked processes; kill it after `timeout` (None: never)."""
         if not self._has_requests:
-            self._process.kill()  # nothing was forked, so kill the server, even if it is still importing
+            self._process.kill()  # do not wait for the server's imports, because nothing was forked
         self.control.close()
         try:
             self._process.wait(None if timeout is None else timeout.total_seconds())
@@ -237,7 +237,7 @@ class TemplateProcess:
         return ForkedProcess.fork(self._control)
 
     def end(self, timeout: timedelta | None = _EXIT_TIMEOUT) -> None:
-        """End the template, which exits after its forked processes; kill it after `timeout` (None: never).
+        """End the template, which waits for its forked processes; kill it after `timeout` (None: never).
 
         A template that is still importing is killed immediately.
         """

@@ -91,7 +91,7 @@ def get_interpreter_flags() -> list[str]:
 
 
 def make_program_command(module: str, descriptor: int) -> list[str]:
-    """Return the command to run `module` with arguments: `descriptor`, this process's pid, the trials' `sys.argv`."""
+    """Return the command that runs `module` with `descriptor`, this process's pid and the trials' `sys.argv`."""
     program = getattr(sys.modules["__main__"].__spec__, "name", "").partition(".")[0]
     arguments = sys.argv[:1] if program in ("prefect", "prefect_tune") else sys.argv  # omit the options of these CLIs
     flags = [*get_interpreter_flags(), "-u", "-P", "-X", "faulthandler"]
@@ -106,7 +106,7 @@ NO_EXTRA_ENV: Mapping[str, str] = MappingProxyType({})
 
 
 class ProcessHandle(Protocol):
-    """The process, or the thread of this process, that runs the training."""
+    """What runs the training: a separate process, or a thread of this process."""
 
     def is_alive(self) -> bool: ...
 
@@ -124,7 +124,7 @@ class TrialChannel:
         self._reader = _make_reader(connection)
         self._sending = threading.Lock()
         self.has_started = False
-        """Whether the process has begun to run the trainable's code: to import, set up or train it."""
+        """Whether the process has begun to import, set up or train the trainable."""
 
     def switch_process(self, connection: Connection, process: ProcessHandle, output: TrialOutput) -> None:
         with self._sending:
@@ -255,7 +255,7 @@ class SupervisedProcess(ABC):
 class SpawnedProcess(SupervisedProcess):
     """A process that is not forked but started in a new session, on systems other than Linux.
 
-    The process ends with its supervisor. Its process group is ended after it; descendants in other groups continue.
+    The process ends with its supervisor. Then its process group is ended; descendants in other groups continue.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:

@@ -33,7 +33,7 @@ class TrialLog(logging.LoggerAdapter[logging.Logger]):
     """A log that prefixes each message with `subject`, such as the trial, because a flow run's log has many trials."""
 
     def __init__(self, log: Log, subject: str) -> None:
-        super().__init__(cast("logging.Logger", log))  # `log` may be an adapter, too
+        super().__init__(cast("logging.Logger", log))  # a cast, because `log` may also be an adapter
         self.subject = subject
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
@@ -82,7 +82,7 @@ class TrialOutput:
         self._stop_pipe: int | None = None
 
     def start(self, descriptor: int) -> None:
-        """Start a thread that logs the output in the caller's context, which determines the Prefect server."""
+        """Start a thread that logs the output, in the caller's context, because this selects the Prefect server."""
         stop_reader, self._stop_pipe = os.pipe()
         # The thread reads and closes a duplicate, so that no other file gets the descriptor's number while it reads.
         self._source = os.dup(descriptor)
@@ -151,14 +151,14 @@ def _count_readable_bytes(pipe: int) -> int:
     return int(count)
 
 
-# Split output into the lines that a terminal finally shows; a progress bar leaves only its last state.
+# Split output into the lines that a terminal shows in the end, with only the last state of a progress bar.
 #
 # A bar overwrites its line with "\r" and the new state. A second bar below it moves the cursor down, writes its state,
 # and moves the cursor up again: "\n\r", the state, "\x1b[A". So a line is not emitted while a bar may return to it.
 
 _UP = re.compile(r"\x1b\[(\d{0,2})[AF]")
 _CONTROL = re.compile(r"(\r?\n|\r|\x1b\[\d{0,2}[AF]|\x1b\[[01]?G|\x1b\[2K)")
-_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored, because a bar's new state replaces the whole line anyway
+_ERASE_REST = re.compile(r"\x1b\[[01]?K")  # ignored, because the new state of a bar replaces the whole line
 _PARTIAL_CONTROL = re.compile(r"\x1b(\[\d{0,2})?\Z")
 _MAX_LINE_CHARACTERS = 64 * 1024  # Prefect's server rejects log entries of more than a million bytes
 _MAX_ROWS = 50
@@ -173,7 +173,7 @@ class OutputLineSplitter:
         """The lines to which a bar may return, and the line with the cursor."""
         self._cursor_row = self._rows_moved_up = 0  # `_rows_moved_up`: how many lines a bar has moved up
         self._is_redrawn = False
-        """Whether the cursor has moved up to the line that it is in, or back to the start of this line."""
+        """Whether the cursor came to its present line by moving up, or has returned to the start of this line."""
         self._is_at_line_start = True
         """Whether the next text replaces the text of the line with the cursor."""
         self._is_cut = False

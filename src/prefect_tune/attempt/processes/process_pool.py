@@ -54,8 +54,8 @@ class TrialProcessPool:
     depending on `reuse`, from a template, which has also imported the trainable's module. `start_import` or the first
     `open_process` starts the fork server and the template. On other systems, processes are started, not forked.
     If the `reset_config` of a class trainable accepts the next trial's configuration, that trial is trained in the same
-    process and with the same object, without `cleanup` and `setup`. A function always gets a new process. A process
-    that failed, was interrupted or declined a configuration is not reused.
+    process and with the same object, without `cleanup` and `setup`. A function trainable always gets a new process. A
+    process that failed, was interrupted or declined a configuration is not reused.
 
     Args:
         slots: how many processes to keep, used and idle together. With 0, each process serves one trial, and
@@ -86,7 +86,7 @@ class TrialProcessPool:
         self.fork_servers.close(is_used=is_used)
 
     def end_idle_processes(self, *, keep_count: int = 0) -> None:
-        """End the processes that have been idle longest, until at most `keep_count` processes are idle or in use."""
+        """End idle processes, longest idle first, until at most `keep_count` processes are idle or in use."""
         with self._guard:
             surplus = max(0, self._used_count + len(self._idle) - keep_count)
             to_end, self._idle = self._idle[:surplus], self._idle[surplus:]
@@ -220,7 +220,7 @@ class _PooledChannel(TrialChannel):
         self._pooled = _PooledProcess(idle or pool.make_process(request), request.log, request.key)
         super().__init__(self._pooled.process.connection, self._pooled, self._pooled.output)
         self._pool, self._request = pool, request
-        self._is_reused = idle is not None  # False after a message other than `TrainableLoaded`
+        self._is_reused = idle is not None  # until the first message other than `TrainableLoaded`
         self._has_reported = self._closed = self.is_reusable = False
         self._sent: list[ToTrial] = []  # the messages before the first report; a replacement process gets them, too
         self._changing = threading.RLock()
@@ -228,7 +228,7 @@ class _PooledChannel(TrialChannel):
         self._wait_log: WaitLog | None = None
 
     def start_trial(self, *, has_deadline: bool = True) -> None:
-        """Send the environment, the start message and `_sent`. If the process hangs, `receive` replaces it."""
+        """Send environment, start message and `_sent`. If `has_deadline`, `receive` replaces a hanging process."""
         self._begin_deadline = Deadline.after(_START_TIMEOUT) if has_deadline else None
         self._wait_log = WaitLog(self._request.log, "waiting for its process to begin")
         process = self._pooled.process

@@ -17,10 +17,10 @@ a superseded owner creates is never used.
 
 Why it is safe:
 - A blob's name holds the digest of its bytes, so writing it twice writes the same bytes. The name also holds the
-  sequence of the save that sent the blob. By this sequence, `find_reusable_bytes` leaves out all blobs that a garbage
-  collection can delete, even a collection that works with an older state of the trial.
+  sequence of the save that sent the blob. By this sequence, `find_reusable_bytes` excludes every blob that a garbage
+  collection could delete, even if the collection works with an older state of the trial.
 - The directory must not change until all its files are read: `require_unchanged` checks this before the commit.
-- If the target's reply is lost, `publish_manifest` reads the manifest back, and recognizes its own by the write id.
+- If the target's reply is lost, `publish_manifest` reads the manifest back, and compares the write ids.
 
 Never: create a manifest before all its blobs were seen on the target; create a manifest twice; replace a blob.
 
@@ -32,7 +32,7 @@ If several nodes train a trial, each node sends its own files, and one manifest 
 
 A part is not a checkpoint: readers ignore it, and node 0 deletes it after the save. A part names the attempt, the
 owner's term, the step and the sequence of the save. Node 0 requests the parts only after the previous commit. Until
-node 0 writes the next retirement, no garbage collection deletes a blob of this sequence.
+node 0 writes the next retirement, no garbage collection deletes a blob that this save has sent.
 
 Never: create a manifest before all parts are verified, or from a part of another attempt, owner or save.
 """
@@ -94,8 +94,8 @@ class _ChunkLocation:
 class ReusableBytes:
     """Bytes that are already on the target and cannot be garbage-collected during this save.
 
-    `chunks` maps digests to chunks in blobs of a live checkpoint. `blobs` maps digests to paths of whole blobs, which
-    belong to a live checkpoint or an interrupted save. `sizes` maps each blob path of the trial to its listed size.
+    `chunks` maps digests to chunks in blobs of the newest live checkpoint. `blobs` maps digests to paths of whole
+    blobs of that checkpoint or of saves after the last retirement. `sizes` maps each blob path to its listed size.
     """
 
     chunks: Mapping[Digest, _ChunkLocation] = field(default_factory=dict)
@@ -213,7 +213,7 @@ def _store_group(
         source.read_into(piece, chunk)
         digest = hash_bytes(chunk)
         if location := reuse.chunks.get(digest):
-            chunks.append((piece, digest, location))  # the next chunk overwrites this one in the buffer
+            chunks.append((piece, digest, location))  # `end` stays: the next chunk overwrites this one
         else:
             new_chunks.append((piece, digest, end))
             end += piece.length
@@ -331,7 +331,7 @@ class FailedBlob:
 
 
 def _select_due_reads(manifest: Manifest, reuse: ReusableBytes, reverification: Reverification) -> Sequence[RangeRead]:
-    """Return the requests with which this commit reads reused blobs back, but no blob that this save has sent."""
+    """Return the requests that read back the reused blobs that are due; blobs that this save has sent are not read."""
     shared = frozenset(location.path for location in reuse.chunks.values())
     due = {
         index

@@ -331,7 +331,7 @@ def _read_and_verify(store: ObjectStore, manifest: Manifest, read: RangeRead) ->
 # User metadata can change after the checkpoint's commit: each change is a numbered version, created only if absent.
 #
 # The highest number is the current version. A version is neither rewritten nor deleted while the checkpoint exists. If
-# one were deleted, a slow writer could store its change under the free, low number, where no reader would find it.
+# a version were deleted, a slow writer could store its change under that low number, where no reader would find it.
 
 _MAX_TRIES = 1000  # `update_metadata` fails after so many faster writers; usually the store's timeout comes first
 

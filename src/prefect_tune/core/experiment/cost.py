@@ -270,12 +270,12 @@ def _compute_slot_end(
 def _categorize_seconds(
     record: AttemptRecord, seconds_before: float, held_seconds: float, *, is_running: bool
 ) -> Mapping[CostCategory, float]:
-    """Return an attempt's seconds by category: those measured, `seconds_before` as start, and a guess for the rest."""
+    """Return an attempt's seconds by category: as measured, `seconds_before` as START, and the rest by a guess."""
     measured = {category: float(getattr(record.seconds, category.key)) for category in _MEASURED_CATEGORIES}
     seconds = dict.fromkeys(_HELD_CATEGORIES, 0.0) | measured
     seconds[CostCategory.START] += seconds_before
     rest = held_seconds - sum(seconds.values())
-    has_trained = record.seconds.start > 0  # the first commit sets `start`; before, nobody knows when training began
+    has_trained = record.seconds.start > 0  # the first commit sets `start`; earlier, the start of training is unknown
     if record.usage is not None:
         rest_category = CostCategory.ENDING
     elif not has_trained:

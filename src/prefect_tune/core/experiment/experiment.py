@@ -125,7 +125,7 @@ class Experiment(Value):
     term: int = 0
     owner: Owner | None = None
     owner_since_entry: int = 0
-    """The number of the entry whose `OwnerChanged` named the present owner; 0 without an owner."""
+    """The number of the entry whose `OwnerChanged` named the present owner; 0 if there is no owner."""
     last_adopting_term: int = 0
     """The last term whose owner adopted the checkpoints that the previous owner had not journaled."""
     settings: Mapping[str, object] = Field(default_factory=dict)
@@ -192,7 +192,7 @@ def apply_entry(
         JournalCorrupt: the entry does not follow the last entry, or one of its events is impossible.
     """
     where = f"{experiment.key}, entry {entry.number}"
-    if entry.writer == "non-owner":  # no user may end another's trial by write access to the target alone
+    if entry.writer == "non-owner":  # write access to the target alone must not let users end others' trials
         misplaced = [
             event.type
             for event in entry.events
@@ -368,7 +368,7 @@ def _replace_trial(experiment: Experiment, trial: Trial, **changes: object) -> E
 
 
 def _update_clone_lists(trials: TrialMap, trial: Trial) -> TrialMap:
-    """Return `trials` with the new state of `trial`, and list its clones in the trials whose checkpoints they copy.
+    """Return `trials` with the new state of `trial`; the trials whose checkpoints its clones copy list these clones.
 
     Raises:
         IllegalTransition: no checkpoint or other clone keeps the bytes of a new clone, so they may have been deleted.

@@ -101,8 +101,8 @@ def end_reason_after_error(trial: Trial, trials: Iterable[Trial], *, fail_fast: 
 def repeated_error_reason(trials: Iterable[Trial]) -> Reason | None:
     """Return why a search ends after three trials failed with the same error before their second step.
 
-    None if a trial has reported a second step or completed, if an error differs, or while a trial that began before the
-    third error still trains its first step.
+    None if a trial has reported a second step or completed, if not all errors are equal, or while a trial that began
+    before the third error still trains its first step.
     """
     from prefect_tune.core.experiment.trial_transitions import Phase  # late, so that flows load no journal modules
 
@@ -137,8 +137,8 @@ def should_reset_budgets(trial: Trial, policy: FailurePolicy) -> bool:
     """Return whether the next run resets the retry budgets of a waiting trial.
 
     True after an error of the import or the stop criterion, which the user may have fixed. Also true after too many
-    machine failures, unless the owner vanished at the last one: a trial that crashes its machine each time must not be
-    retried forever, since the search would never finish.
+    machine failures, unless the owner vanished at the last failure, because a trial that crashes its machine each time
+    must not be retried forever: the search would never finish.
     """
     if trial.cause in (Cause.IMPORT, Cause.BAD_STOP):
         return True

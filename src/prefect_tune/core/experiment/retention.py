@@ -26,7 +26,7 @@ _Positive = Annotated[int, Field(ge=1), INTEGER_VALIDATOR]
 class Cadence(Value):
     """When a class trainable saves: as soon as one of these conditions is met.
 
-    The class also saves when it must stop, and when a report has `should_checkpoint`. A function trainable saves when
+    The class also saves when it must stop, or a report contains `should_checkpoint`. A function trainable saves when
     it reports a checkpoint; with `report_step` or the integrations' callbacks, it saves like a class trainable.
 
     ```python
@@ -53,7 +53,7 @@ class Cadence(Value):
         return self.every_steps is None and self.every_seconds is None and not self.at_end
 
     def is_save_due(self, steps: int, elapsed: timedelta) -> bool:
-        """Return whether to save now, if the last save was `steps` steps and the time `elapsed` ago."""
+        """Return whether to save now, `steps` steps and the time `elapsed` after the last save."""
         if self.every_steps is not None and steps >= self.every_steps:
             return True
         return self.every_seconds is not None and elapsed.total_seconds() >= self.every_seconds

@@ -262,7 +262,7 @@ def collect_metric_limits(stopper: Stopper) -> Mapping[str, float]:
 
 
 def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: object, noun: str) -> None:
-    """Convert a stopper's only field, whose value is `count`, to a Python int; raise unless `count` is an int >= 1."""
+    """Convert `count`, the only field of a stopper, to a Python int; raise unless it is an integer of at least 1."""
     convert_scalar_fields(stopper)
     if not is_integer_at_least(to_plain_scalar(count), 1):
         name = type(stopper).__name__
@@ -270,7 +270,7 @@ def _convert_count_field(stopper: MaxSteps | MaxFailures | TrialBudget, count: o
 
 
 def _convert_plateau_fields(stopper: Plateau | ExperimentPlateau, **minimums: int) -> None:
-    """Convert the fields to Python values; require `std` >= 0, and integers in range in the fields of `minimums`."""
+    """Convert the fields to Python values; require `std` >= 0, and an integer >= its minimum in each of `minimums`."""
     convert_scalar_fields(stopper)
     are_integers = all(is_integer_at_least(getattr(stopper, name), minimum) for name, minimum in minimums.items())
     if not (is_number_at_least(stopper.std, 0) and are_integers):
@@ -310,7 +310,7 @@ StopperDecision: TypeAlias = StopProposing | StopExperiment | None
 
 
 class StopperState(RenamedMembers, ABC):
-    """An experiment stopper's state. A resume repeats all calls, except older training times. Calls must be fast."""
+    """The state of a stopper. A resume repeats all calls, but only the newest training times. Calls must be fast."""
 
     _renamed: ClassVar[Mapping[str, str]] = {
         "added": "on_trial_added",
@@ -536,7 +536,7 @@ class _ExperimentPlateauState(StopperState):
     losses: dict[TrialId, float] = field(default_factory=dict)
     sorted_losses: list[float] = field(default_factory=list)
     plateau_length: int = 0
-    """How many trials in a row, up to the last one that finished, have left the best losses about equal."""
+    """After how many trials in a row, up to the last one that finished, the best losses were about equal."""
 
     def on_trial_added(self, trial: TrialId) -> None:
         if (loss := self.losses.pop(trial, None)) is not None:

@@ -70,7 +70,7 @@ def compute_losses(metrics: Mapping[str, object], objective: Objective) -> Losse
 
 
 def rank_trials(trials: Iterable[Trial], objective: Objective | None) -> list[tuple[Trial, Losses]]:
-    """Return the trials whose last reports have all metrics, with losses, best first; equal trials keep their order.
+    """Return each trial whose last report has all metrics, with its losses, best first; equal trials keep their order.
 
     A trial whose last report belongs to a clone comes after equal trials. Without an objective, the list is empty.
     """
@@ -198,7 +198,7 @@ _BLOCK_REFERENCE = re.compile(r"\{\{\s*prefect\.(blocks|variables)\.[^{}]+\}\}")
 
 
 def may_have_several_trials(state: Experiment) -> bool:
-    """Return whether the experiment can have several trials; one of `durable_trainable` cannot, and has no settings."""
+    """Return whether the experiment can have several trials; `durable_trainable` stores one trial, and no settings."""
     return bool(state.settings) or len(state.trials) > 1
 
 

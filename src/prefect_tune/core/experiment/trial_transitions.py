@@ -154,7 +154,7 @@ class Trial(RenamedMembers, Value):
     adopted_up_to: int = 1
     """From now on, no save with a sequence below this number becomes a checkpoint."""
     collected_up_to: int = 0
-    """The first sequence after the last retirement. Earlier saves' blobs are reused only from the newest checkpoint."""
+    """The first sequence after the last retirement. Older blobs are reused only if the newest checkpoint uses them."""
     clones: tuple[Clone, ...] = ()
     """The clones of its checkpoints, in all trials. Their bytes stay, even if this trial retires the checkpoints."""
     trainable_failures: int = 0
@@ -423,7 +423,7 @@ def apply_trial_event(trial: Trial, event: AnyTrialEvent, writer: Writer = "owne
         case DecisionMade(decision=Exploit() as exploit):
             changed = trial.model_copy(update={"pending_exploit": exploit})
         case TrialResumed() | DecisionMade():
-            changed = trial  # the experiment adds them to `policy_events`
+            changed = trial  # the caller adds the event to `policy_events`
         case SlotFreed(attempt=attempt, since=since, seconds=seconds):
             records = record_slot_freed(trial.attempt_records, attempt, since, seconds)
             changed = trial.model_copy(update={"attempt_records": records})
@@ -614,7 +614,7 @@ def _apply_commit(trial: Trial, event: CheckpointCommitted) -> Trial:
 
 
 def _apply_clone(trial: Trial, event: CheckpointCloned) -> Trial:
-    """Continue from the clone. Steps that the trial leaves behind do not count as recomputed; retry budgets stay."""
+    """Continue from the clone. Steps trained so far do not count as recomputed; the retry budgets do not change."""
     clone = event.checkpoint
     return _add_checkpoint(trial, clone).model_copy(
         update={

@@ -13,7 +13,7 @@ two writers is first. Processes need not know of each other, and there are no lo
 - **Non-owners** append only `NonOwnerEvent`, to quarantine or retire checkpoints, with `append_as_non_owner`. The field
   `writer` marks their entries. An owner that finds such an entry applies it, and appends after it.
 - **Write id.** The target may refuse to create an entry because an earlier try succeeded but its reply was lost. That
-  try succeeded if the entry has the same bytes; for `acquire_ownership`, if the last term began with its write id.
+  try succeeded if the entry has the same bytes; in `acquire_ownership`, if the last term began with this write id.
 - **Deletion.** A deletion removes entry 1 first. So an entry counts only once its writer has checked, after creating
   it, that entry 1 still exists: see `generations`.
 - **Order.** An entry is durable before its effect: trials are answered, and bytes deleted, only once it is written.
@@ -21,7 +21,7 @@ two writers is first. Processes need not know of each other, and there are no lo
 Never replace an entry. Delete an entry only with its experiment. Never write an entry after a missing one, because
 the folder of an unmounted disk would accept it. Never treat an unknown outcome as success or failure.
 
-A snapshot is a cache of this fold. A snapshot that does not match the entries is discarded.
+A snapshot caches the state of the experiment after an entry. A snapshot that does not match the entries is discarded.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _iter_entries(store: ObjectStore, key: JournalKey, after: int) -> Iterator[t
     """Yield the entries after number `after`. A listing may be stale, so read on until a number has no entry."""
     listed = store.list(key.entries_folder, after=key.entry_path(after) if after else "")
     last = max((after, *(document_number(key.entries_folder, item.path) or 0 for item in listed)))
-    # `paths` is a generator, so that a foreign file with a huge number does not cause a list of as many paths.
+    # A generator, because a foreign file with a huge number in its name would otherwise cause a list of as many paths.
     paths = (key.entry_path(number) for number in range(after + 1, last + 1))
     for path, data in store.map(lambda path: (path, _read_required(store, path)), paths):
         yield decode_entry(data, path), hash_bytes(data)
@@ -144,7 +144,7 @@ def load_experiment(store: ObjectStore, journal: JournalKey) -> Experiment:
     snapshot, unusable = None, set[int]()
     while snapshot is None and (numbers := [n for n in list_snapshot_numbers(store, journal) if n not in unusable]):
         snapshot = read_snapshot(store, journal, numbers[0])
-        unusable.add(numbers[0])  # if it is damaged, or was deleted after a newer one was written, list again
+        unusable.add(numbers[0])  # skip it if it cannot be read; list again, since a newer one may exist
     if snapshot is not None:
         with suppress(JournalCorrupt):
             return _apply_newer_entries(store, snapshot)
@@ -219,7 +219,7 @@ def append_as_non_owner(
     Raises:
         StoreRefused: there are events to write, but the target supports only one writer (see `has_conditional_create`).
         StoreUnavailable: other writers were faster 16 times.
-        CommitUnknown: the target did not say whether it wrote. Call again; `events_for` may find its events journaled.
+        CommitUnknown: the target did not say whether it wrote. Call again: `events_for` then sees whether it did.
     """
     for _ in range(_MAX_RACES):
         experiment = load_experiment(store, journal)
@@ -380,7 +380,7 @@ def read_earlier_owners(store: ObjectStore, experiment: Experiment) -> Sequence[
 #
 # Only the entries count: if a snapshot is lost or damaged, or belongs to other entries or another version, reading just
 # takes longer. So any process may write a snapshot late, twice or never, and a failed write is ignored. Readers compare
-# a snapshot's digest with that of its entry, because an experiment that was deleted by hand may have left the snapshot.
+# a snapshot's digest with that of its entry, because a snapshot can remain after its experiment was deleted by hand.
 
 _TRIALS_ADAPTER = TypeAdapter(list[Trial])
 _MIN_SNAPSHOT_INTERVAL = 200

@@ -10,7 +10,7 @@ object with the next free number, the end of the outbox. So the target decides w
 
 - **One execution.** If a second process runs the same attempt, it finds that post 1 has another process's write id, and
   stops. Therefore, post 1 is deleted only with its experiment.
-- **Closing** may be repeated, by one owner or by several, because each of them reads all posts before it finds the end.
+- **Closing** may be repeated, by one owner or by several, because each closing reads all posts up to the end.
 - **A late post** comes from a request that seemed lost. If the end has the same number, the late post is refused. If a
   post of the same number was journaled and deleted, no process reads the late post.
 - **Deletion.** A post counts only once its writer has checked, after creating it, that entry 1 of the journal exists.

@@ -21,7 +21,7 @@ class ProcessEnvironment(Value):
     environment: Mapping[str, str]
     """All environment variables, decoded as Latin-1, so that each character is one byte."""
     working_directory: str
-    """Decoded as Latin-1, too; empty to keep the current directory."""
+    """Like `environment`, it is decoded as Latin-1; if it is empty, the process keeps its current directory."""
 
 
 FORK_REQUEST, IMPORT_REQUEST = b"fork", b"import"
@@ -34,7 +34,7 @@ class ImportRequest(Value):
     """Asks a template to import a trainable."""
 
     trainable: str
-    """In the form of `Start.trainable`."""
+    """In the same form as `Start.trainable`."""
     import_path: tuple[PathName, ...]
     environment: ProcessEnvironment
     supervisor: int
@@ -65,7 +65,7 @@ class Start(Value):
     trainable: str
     """`module:name`, or a pickle in hexadecimal, which the supervisor itself has just created."""
     stopper: str
-    """In the form of `trainable`."""
+    """In the same form as `trainable`."""
     import_path: tuple[PathName, ...]
     config: Mapping[str, object]
     directory: PathName
@@ -143,13 +143,13 @@ class StopTrial(Value):
 
     type: Literal["stop-trial"] = "stop-trial"
     outcome: AnyOutcome
-    """How the attempt shall end."""
+    """How the attempt must end."""
     save: bool
     """Whether to save the state first, if the trainable can save at any step."""
 
 
 class StartReceived(Value):
-    """The process has begun the attempt. From now on, all time counts as the trainable's, also that of the import."""
+    """The process has begun the attempt. From now on, all time, even that of the import, counts as the trainable's."""
 
     type: Literal["start-received"] = "start-received"
 
@@ -189,7 +189,7 @@ class CheckpointPart(Value):
     directory: PathName | None
     """The rank's files; None if the rank adds no files, or if its files are on another node."""
     node: int = 0
-    """The node that holds the files; 0 for the first node."""
+    """The number of the node that holds the files, from 0."""
 
 
 class RankMetrics(Value):

@@ -51,7 +51,7 @@ class TrialAnswer(Document):
 
 
 def write_answer(store: ObjectStore, trial: TrialKey, attempt: int, step: int, answer: AnyAnswer) -> None:
-    """Answer an attempt that waits at `step`. The first answer counts, because it was journaled before it was written.
+    """Answer an attempt that waits at `step`. An existing answer stays, because it was journaled before it was written.
 
     If there is no owner to journal an answer, another process can write a stop as an answer at `UNSOLICITED_STEP`.
     """
@@ -94,8 +94,8 @@ def _parse_attempt(trial: TrialKey, path: str) -> int:
 #
 # The owner looks only for the request after the last journaled request, so that a poll costs one read. It journals the
 # write id of a request, then acts on the request, and then deletes the object. The requesting process looks for its
-# write id in the journal. If the journal has another id under the number of its request, the request is lost: an
-# earlier request, deleted since, had the same number, and the owner reads no number twice.
+# write id in the journal. If the journal has another id under the number of its request, an earlier request, deleted
+# since, had the same number. The new request is then lost, because the owner reads no number twice.
 
 
 class StopRequest(Document):
@@ -196,9 +196,9 @@ class LiveStatus(Document):
     version: Literal[2] = 2
     term: int
     owner: Owner | None
-    """The owner that wrote the status; in a deleted experiment of the same name, another may have had this term."""
+    """The owner that wrote the status; in a deleted experiment of this name, another owner may have had this term."""
     number: int
-    """The number of this object among those of this owner, from 1."""
+    """The number of this status; each owner numbers its statuses from 1."""
     at: str
     run_at: str | None = None
     """The same moment as `at`, but by the run's clock, which is never adjusted; used only for the cost."""
@@ -228,7 +228,7 @@ class ExperimentView:
 
 
 def write_live_status(store: ObjectStore, key: JournalKey, status: LiveStatus) -> None:
-    """Write `status`, then delete the owner's previous status. If there is none, delete the statuses of earlier owners.
+    """Write `status`; then delete the owner's previous status, or, if this is its first, those of earlier owners.
 
     Raises:
         InvalidInput: a report holds a value that JSON cannot represent.
@@ -279,7 +279,7 @@ def _has_running_trial(experiment: Experiment) -> bool:
 
 
 def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownReports:
-    """Return the last reports from an earlier owner's live status. This takes two requests if a trial runs."""
+    """Return the last reports from an earlier owner's live status. This usually sends two requests if a trial runs."""
     live = read_newest_live_status(store, experiment.key) if _has_running_trial(experiment) else None
     attempts = _list_running_attempts(live, experiment)
     reports = {name: attempt.report for name, attempt in attempts.items() if attempt.report}
@@ -287,7 +287,7 @@ def read_last_reports(store: ObjectStore, experiment: Experiment) -> LastKnownRe
 
 
 def read_view(store: ObjectStore, experiment: Experiment, written_at: str) -> ExperimentView:
-    """Return a view of an experiment whose last entry is from `written_at`. This takes two requests if a trial runs."""
+    """Return a view of an experiment last written at `written_at`. This usually sends two requests if a trial runs."""
     live = read_live_status(store, experiment) if _has_running_trial(experiment) else None
     if live is None:
         return ExperimentView(experiment, written_at)
@@ -377,7 +377,7 @@ class SendPart(Value):
     type: Literal["send-part"] = "send-part"
     key: CheckpointKey
     parent: CheckpointKey | None
-    """The newest live checkpoint; its bytes are not sent again."""
+    """The newest live checkpoint; a node does not send its bytes again."""
     collected_up_to: int
     """See `find_reusable_bytes` in `core/checkpoints/commit.py`."""
 
@@ -389,7 +389,7 @@ class NodeStopping(Value):
 
 
 class NodeAlive(Value):
-    """A heartbeat, which a node sends if it has sent no other message for a while."""
+    """The heartbeat of a node; the node sends it if it has sent no other message for a while."""
 
     type: Literal["node-alive"] = "node-alive"
 
@@ -423,7 +423,7 @@ class NodeAddress(Document):
 
 
 def find_newest_address(store: ObjectStore, trial: TrialKey, at_least: int) -> tuple[NodesKey, NodeAddress] | None:
-    """Return the newest attempt, with its address; None if that is unreadable, or if the number is below `at_least`."""
+    """Return the newest attempt and its address; None if its number is below `at_least`, or its address unreadable."""
     keys = [NodesKey.from_path(trial, listed.path) for listed in store.list(trial.nodes_folder)]
     newest = max((key for key in keys if key is not None), key=lambda key: key.attempt, default=None)
     if newest is None or newest.attempt < at_least:

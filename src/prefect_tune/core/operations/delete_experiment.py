@@ -81,7 +81,7 @@ def _list_other_writers(store: ObjectStore, state: Experiment, by: Owner) -> Seq
     """Return the identities of all owners that the experiment has had, except those in `by`'s flow run or process."""
     try:
         owners = read_earlier_owners(store, state)
-    except JournalCorrupt:  # an entry older than the snapshot is damaged, so the marker names no other writer
+    except JournalCorrupt:  # an entry older than the snapshot is damaged, so the earlier owners are unknown
         return ()
     others = (owner for owner in owners if (owner.host, owner.pid) != (by.host, by.pid))
     return [owner.identity for owner in others if owner.flow_run is None or owner.flow_run != by.flow_run]

@@ -99,12 +99,12 @@ def load_fork_point(store: ObjectStore, experiment: JournalKey, number: int | No
             match event:
                 case ExperimentConfigured():
                     warm_starts += event.warm_starts
-                case CheckpointQuarantined() if entry.writer == "non-owner":  # in the fork, it is in an owner's entry
+                case CheckpointQuarantined() if entry.writer == "non-owner":  # the fork's owner writes the copy
                     past_events.append(event.model_copy(update={"by_non_owner": True}))
                 case CheckpointsAdopted():
                     past_events.append(event.model_copy(update={"last_seen_at": None}))  # a time in the origin's run
                 case OwnerChanged() | StopRequested() | DeletionStarted() | ExperimentForked(trials=None):
-                    pass  # a stop request concerns only the origin; its effects are other events
+                    pass  # a stop request concerns only the origin; other events record its effects
                 case _:
                     past_events.append(event)
     return ForkPoint(state, past_events, state.settings, warm_starts)
@@ -179,7 +179,7 @@ def complete_fork(store: ObjectStore, point: ForkPoint, into: Experiment, stamp:
 
 
 def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) -> Sequence[CheckpointKey]:
-    """Copy the checkpoints that the origin still uses; return all that the fork now has, as keys in the origin."""
+    """Copy the checkpoints that the origin still uses; return the origin's keys of all checkpoints in the fork."""
     folder = f"{into.key.folder}/trials"
     existing = {listed.path: listed.size_bytes for listed in store.list(folder)}
     needed = _list_used_keys(point.experiment, point.experiment)
@@ -189,7 +189,7 @@ def _copy_checkpoints(store: ObjectStore, point: ForkPoint, into: Experiment) ->
     sources = [key for key in _list_used_keys(point.experiment, _load_origin(store, point, into)) if key not in copied]
 
     def read_source(key: CheckpointKey) -> tuple[CheckpointKey, Manifest | None]:
-        """Return `key`, and its manifest with the newest metadata; if either is bad or deleted, `key` and None."""
+        """Return `key`, and its manifest with the newest metadata, or None if either is damaged or deleted."""
         try:
             manifest, metadata = read_manifest(store, key), read_newest_metadata(store, key.metadata_folder)
         except (CheckpointNotFound, CheckpointCorrupt):

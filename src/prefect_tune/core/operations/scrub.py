@@ -37,8 +37,8 @@ from prefect_tune.core.values import WriteStamp, hash_bytes
 #
 # A journal's owner quarantines a checkpoint if it finds damage during a restore. Any other process that finds damage
 # writes an entry to the journal as a non-owner, so the owner stays the owner. From then on, the owner does not restore
-# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same. A request instead
-# of an entry would need a running owner; a separate document would be a second source of truth.
+# the checkpoint, and reuses neither its blobs nor those of older checkpoints, which may be the same blobs. An entry
+# is best: a request would need a running owner, and a separate document would be a second source of truth.
 #
 # A key names a manifest. Several trials may use the same key: the trial that saved the checkpoint, and the trials that
 # have a clone of it. The checkpoint is quarantined, and reinstated, in all these trials.
@@ -175,7 +175,7 @@ def inspect_checkpoints(
     inspected, unreadable = list[InspectedCheckpoint](), list[UnreadableObject]()
 
     def inspect_keys(keys: Sequence[CheckpointKey], max_bytes: float, has_time: Callable[[], bool]) -> tuple[int, bool]:
-        """Return how many of `keys` were read or reported, and whether the deadline of the whole run has passed."""
+        """Return how many of `keys` were read or found unreadable, and whether the whole run's deadline has passed."""
         for count, key in enumerate(keys):
             if count and (max_bytes <= 0 or not has_time()):
                 return count, False

@@ -77,7 +77,7 @@ def delete_retired_objects(
         except CheckpointNotFound:
             return key, None  # deleted already
         except CheckpointCorrupt:
-            return key, frozenset()  # a retired checkpoint needs no manifest; its blobs become orphans
+            return key, frozenset()  # the manifest is deleted, although unreadable; the blobs become orphans
 
     while True:
         try:
@@ -113,10 +113,10 @@ def find_collectable_origins(experiment: Experiment, retired: Iterable[Checkpoin
 def find_leftover_manifests(
     store: ObjectStore, trial: TrialKey, state: Trial, listed: Sequence[ListedObject] | None = None
 ) -> Sequence[CheckpointKey]:
-    """Return the keys of manifests of retired checkpoints, and of manifests that were never committed.
+    """Return the keys of manifests of retired checkpoints, and of manifests that no entry of the journal names.
 
     Includes manifests that clones still need; the caller must keep these. Excludes manifests of saves that began after
-    the trial's last barrier, and may still be running. `listed` are the objects in `trial.checkpoints_folder`.
+    the trial's last barrier, because they may still run. `listed` are the objects in `trial.checkpoints_folder`.
     """
     limit = max(state.adopted_up_to, state.collected_up_to)
     if limit <= 1:

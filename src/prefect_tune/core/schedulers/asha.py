@@ -115,7 +115,7 @@ class Brackets:
     seed: int
 
     def assign_trial(self, number: int) -> TrialProgress:
-        """Assign trial `number` to a random bracket, so that all brackets train about the same number of steps."""
+        """Draw the bracket of trial `number`, weighted so that all brackets train about the same number of steps."""
         if len(self.rungs) == 1:
             return TrialProgress(self.rungs[0])
         sizes = [self.reduction_factor ** len(rungs) / (len(rungs) + 1) for rungs in self.rungs]
@@ -161,7 +161,7 @@ class RungSchedule(Schedule):
 
     @abstractmethod
     def _repeat_decision(self, progress: TrialProgress) -> Decision:
-        """Return the decision for a trial that repeats lost steps, and so was already compared at this rung."""
+        """Return the decision for a trial that was already compared at this rung, and now repeats lost steps."""
 
 
 class StoppingSchedule(RungSchedule):
@@ -193,8 +193,8 @@ class PromotionSchedule(RungSchedule):
     """Pauses every trial at each rung; a free slot goes to the highest rung with a promotable trial (Algorithm 2).
 
     A trial that reaches a rung continues without a pause if a free slot would go to it. Even a small search trains one
-    trial to the end (if none fails): once no new trial is available, all trials are paused or ended, and none was
-    promoted from a bracket's last rung, the best trial of the highest rung with paused trials resumes.
+    trial to the end, unless trials fail: the best trial of the highest rung with paused trials resumes if no new trial
+    is available, every trial is paused or ended, and no trial was ever resumed from the last rung of its bracket.
     """
 
     def __init__(self, brackets: Brackets, objective: Objective) -> None:
@@ -203,7 +203,7 @@ class PromotionSchedule(RungSchedule):
         self._rungs_descending = sorted(rungs, key=lambda rung: -rung.step)
         self._active_trials: set[TrialId] = set()  # the trials that are neither paused nor ended
         self._lacks_new_trials = False
-        self._has_promoted_to_end = False  # whether a trial has continued after its last rung
+        self._has_promoted_to_end = False  # whether a trial has continued after the last rung of its bracket
 
     def on_trial_added(self, trial: TrialId, config: Mapping[str, object]) -> None:
         super().on_trial_added(trial, config)

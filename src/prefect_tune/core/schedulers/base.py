@@ -113,7 +113,7 @@ class Schedule(RenamedMembers, ABC):
     `on_trial_resumed` and `on_trial_ended` are called again, in the order of the journal. What `decide` returns is then
     ignored, because the journaled decisions were carried out already. Afterwards, the new schedule must be in the same
     state as the old one. So a schedule reads no clock, and derives random numbers only from the seed of `begin`. If the
-    user changed the scheduler, `on_trial_resumed` may name trials that only the old one paused; pruned ones stay so.
+    user changed the scheduler, `on_trial_resumed` may name trials that only the old one paused. Pruned trials stay so.
     """
 
     _renamed: ClassVar[Mapping[str, str]] = {
@@ -177,7 +177,7 @@ class Schedule(RenamedMembers, ABC):
     def on_no_new_trial(self) -> None:
         """Record that no new trial can start; this holds until the next `on_trial_added`.
 
-        The search is exhausted, or waits until a trial ends, although none is running. So there is no reason to let
+        The search is exhausted, or waits until a trial ends, but none is running. So there is no reason to let
         paused trials wait for other trials. The call may change what `next_trial_to_resume` and `next_trial_to_stop`
         return, but not what `decide` returns. It is not journaled; the driver repeats it after a resume if necessary.
         """
@@ -185,7 +185,7 @@ class Schedule(RenamedMembers, ABC):
 
     @abstractmethod
     def on_trial_ended(self, trial: TrialId) -> None:
-        """Record that a trial ended, for whatever reason. Called each time a trial ends."""
+        """Record that a trial ended, for whatever reason. Called again if the trial continues and ends again."""
 
 
 @dataclass(frozen=True, slots=True)

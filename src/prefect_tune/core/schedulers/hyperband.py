@@ -181,11 +181,11 @@ class _HyperbandSchedule(Schedule):
         bracket = self._filling_bracket
         if self._to_resume or not (self._lacks_new_trials and bracket) or bracket.is_full or bracket.training:
             return self._get_first_to_resume()
-        return bracket.find_best_trial()  # no trial can fill the bracket: its rung is decided once this trial resumes
+        return bracket.find_best_trial()  # no new trial can fill the bracket, so resume a trial, which decides the rung
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         bracket = self._bracket_by_trial.get(trial)
-        # It resumes before its rung is decided (no new trials, or another scheduler's choice), so close the bracket.
+        # If the trial resumes before its rung is decided (no new trials, or a changed scheduler), close the bracket.
         if bracket and trial in bracket.reached and not bracket.is_full:
             bracket.close()
             self._decide_rung_if_complete(bracket)

@@ -65,8 +65,8 @@ class Explorer:
 
     An option is not multiplied, but replaced by the next or previous one; at an end of the list, it may stay. A value
     outside of its domain is moved to the nearest end. An integer, or a number with a step `q`, changes by at least one
-    step. The domain determines the type: real domains give floats, only `randint` and its variants give integers. A
-    real 0 without a step is resampled, as no factor changes it. Functions are called last, with the changed values.
+    step, except at an end of its domain. Real domains give floats; only `randint` and its variants give integers. A
+    real 0 without a step is resampled, since no factor changes it. Functions are called last, with the changed values.
     """
 
     mutations: Mutations
@@ -75,7 +75,7 @@ class Explorer:
     seed: int
 
     def explore(self, config: Config, *purpose: str | int) -> Config:
-        """Return a changed copy of `config`. The random numbers depend only on the seed and on `purpose`."""
+        """Return a changed copy of `config`. Equal seeds and equal `purpose` arguments give equal random numbers."""
         mutated = self._mutate_config(config, self.mutations, *purpose)
         return _apply_mutation_functions(mutated, self.mutations, mutated)
 
@@ -158,7 +158,7 @@ def _parse_mutation(mutation: object, where: str) -> Range | Choice | SampleFrom
     if callable(mutation):
         try:
             inspect.signature(mutation).bind({})
-        except TypeError as error:  # Ray's functions take no parameters, and draw numbers that are not reproducible
+        except TypeError as error:  # such as Ray's functions without parameters, whose numbers are not reproducible
             raise InvalidInput(
                 f"{where}: expected a function of the configuration, found one that does not take it as the only "
                 f"argument ({error}). For random values, use a domain such as pt.uniform(...) or pt.choice(...)"
@@ -200,13 +200,13 @@ class PBT(Scheduler):
     the trial is among the worst `quantile_fraction`, it exploits one of the best `quantile_fraction`: it takes over
     that trial's checkpoint, configuration, and step of the last comparison. Then each value named in
     `hyperparam_mutations` is either resampled (with `resample_probability`) or multiplied by one of the
-    `perturbation_factors`. Until a trial that has exploited another reports a new result, its old result still counts
-    in comparisons, as in Ray, but no trial exploits it.
+    `perturbation_factors`. After an exploit, the trial's old result still counts in comparisons, as in Ray, until the
+    trial reports a new result; until then, no other trial exploits it.
 
     `hyperparam_mutations` has the shape of the configuration: domains (`pt.uniform(...)`), lists of options, or
     functions of the configuration, nested in the same way. A value stays in its domain, and has the domain's type:
     `uniform` gives floats, even if the present value is a whole number; `randint` gives integers. A 0 in a real domain
-    without a step is resampled, as no factor changes it. The search, not PBT, proposes the initial configurations.
+    without a step is resampled, since no factor changes it. The search, not PBT, proposes the initial configurations.
 
     PBT is asynchronous: no trial waits for a comparison. If there are more trials than slots, trials take turns of one
     interval, the trial with the fewest steps first; paused trials are compared, too. A trial that ends (by a stopper
@@ -335,7 +335,7 @@ class _PbtSchedule(Schedule):
 
     def on_trial_resumed(self, trial: TrialId) -> None:
         member = self._members[trial]
-        if member.paused_at_step is not None:  # if it is None, the trial has exploited another, and keeps its slot
+        if member.paused_at_step is not None:  # else the trial has exploited another, and keeps its slot
             member.has_just_exploited = False
         self._unpause_trial(trial, member)
 

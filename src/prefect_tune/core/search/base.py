@@ -138,7 +138,7 @@ class Repeated(Search):
 
 
 class _RepeatedState(SearchState):
-    """Trial `number` is repetition `number % times` of the search's trial `number // times`."""
+    """Trial `number` is repetition `number % times` of trial `number // times` of the repeated search."""
 
     def __init__(self, search: SearchState, repeated: Repeated) -> None:
         self._search = search

@@ -26,7 +26,7 @@ Scale: TypeAlias = Literal["linear", "log"]
 
 _QUANTILE_COUNT = 1 << 53  # the number of different quantiles, and of the steps that a float can tell apart
 _MAX_INTEGER = 1 << 64
-_MAX_SIGMAS = 10  # more than enough: at no quantile of 53 bits is a value over 8.3 standard deviations from the mean
+_MAX_SIGMAS = 10  # more than enough: with quantiles of 53 bits, no value is over 8.3 standard deviations from the mean
 _TOLERANCE = 1e-9  # relative tolerance: 0.1 * 3 counts as a multiple of 0.1
 
 
@@ -59,7 +59,7 @@ class Float(_SpaceNode):
         return _format_call(*get_constructor_call(self))
 
     def draw_at(self, quantile: float) -> float:
-        """Return the value that is larger than the fraction `quantile` of all draws; `quantile` is in [0, 1)."""
+        """Return the value below which the fraction `quantile` of all draws lies; `quantile` is in [0, 1)."""
         if self.q is not None:
             half = self.q / 2
             return self.nearest_value(_interpolate(self.low - half, self.high + half, self.scale, quantile))

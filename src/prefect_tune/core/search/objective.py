@@ -93,7 +93,7 @@ def infer_mode(metric: str) -> Mode | None:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a sequence as a tuple, and any other value as a tuple of one: journaled settings may have any type."""
+    """Return a list as a tuple, and any other value in a tuple of its own, as journaled settings may have any type."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 

@@ -172,7 +172,7 @@ class _RandomSearchState(SearchState):
         self._samples = samples
         self._shares_draws = search.constant_grid_search
         self._try_counts: Counter[int] = Counter()  # tries of each grid point
-        self._next_point = 0  # an index into the list of all points, which is repeated without end
+        self._next_point = 0  # an index into the endlessly repeated list of all grid points
 
     def suggest(self, number: int) -> Suggestion:
         if not self._initial_points and self._next_point >= self._point_count * self._samples > 0:

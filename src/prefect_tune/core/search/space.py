@@ -79,8 +79,8 @@ def option_path(name: str, index: int) -> str:
 def check_sample_functions(space: Mapping[str, object], seed: int) -> None:
     """Test all functions of `sample_from` in a valid `space` by resolving some configurations.
 
-    Besides that of trial 0, resolve one for each option that is a nested space (99 at most), because a function may
-    read parameters that only this option has. Raises like `resolve_space`.
+    Resolve the configuration of trial 0, and one for each option that is a nested space (99 at most), because a
+    function may read parameters that only this option has. Raises like `resolve_space`.
     """
     if not any(isinstance(domain, SampleFrom) for domain in find_domains(space)):
         return
@@ -94,7 +94,7 @@ def make_draw_function(seed: int, number: int) -> Draw:
 
 
 def _iter_selections(node: object, name: str) -> Iterator[dict[str, object]]:
-    """For each option that is an object, list, choice or grid, yield the indexes that lead to it, by parameter name."""
+    """For each option that is an object, list, choice or grid, yield the option indexes that select it, by name."""
     match node:
         case dict():
             for key, child in node.items():
@@ -260,7 +260,7 @@ _DISTANCES: Mapping[type[ParameterReading], int] = {
 def interpret_config(space: Mapping[str, object], config: Mapping[str, object]) -> Iterator[ParameterReading]:
     """Yield a reading of `config` for each part of a valid `space`; `config` may come from another space.
 
-    A choice is read as the first option that matches exactly; if none does, as the first with only parameters missing.
+    A choice is read as the first option that matches exactly, or else as the first that matches except for omissions.
     """
     return _interpret_object(space, config, "")
 

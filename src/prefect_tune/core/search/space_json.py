@@ -111,7 +111,7 @@ def space_to_json(space: Mapping[str, object]) -> dict[str, Json]:
 
 
 class _SpaceReader:
-    """Reads one document. In all methods, `where` is the name of the parameter, for messages."""
+    """Reads one document. In all methods, `where` is the name of the parameter, for error messages."""
 
     def __init__(self, load: FunctionLoader | None) -> None:
         self._load = load
@@ -282,13 +282,13 @@ def _require_function_path(node: SampleFrom, where: str) -> str:
     )
 
 
-# In JSON, an option object has one key, its class, and the value of this key has its fields: `{"ASHA": {"max_t": 81}}`.
+# In JSON, an option object has its class as the only key, and its fields as the value: `{"ASHA": {"max_t": 81}}`.
 
 _MODULE_BY_CLASS = {name: module for kind in BUILT_IN_MODULES.values() for name, module in kind.items()}
 
 
 class NamedOptions(HasJsonForm):
-    """The configuration of a scheduler, search or stopper. Only the built-in classes have a JSON form."""
+    """The options of a scheduler, search or stopper. Only the built-in classes have a JSON form."""
 
     __slots__ = ()
 

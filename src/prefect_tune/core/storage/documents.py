@@ -101,7 +101,7 @@ def read_sealed(store: ObjectStore, model: type[_Model], path: str, error: type[
 def read_newest_document(store: ObjectStore, model: type[_Model], folder: str, error: type[Exception]) -> _Model | None:
     """Read the last numbered document in `folder`; None if the folder has no document. Raises like `unseal`.
 
-    The folder's writer deletes older documents. If the listed document is gone, a newer one exists, so list again.
+    If the folder's writer has deleted the listed document before the read, a newer one exists, so list again.
     """
     for _ in range(_MAX_LISTINGS):
         if not (paths := list_document_paths(store, folder)):
@@ -154,7 +154,7 @@ def verify_document(
     try:
         bare, sealed = _encode_body(body)
     except (ValueError, RecursionError):
-        bare, sealed = b"", b""  # `seal` writes no NaN and no infinite nesting, so it did not write these bytes
+        bare, sealed = b"", b""  # `seal` rejects such a value, so it did not write these bytes: no match
     if sealed != data:
         mismatch = f"expected digest {str(stored_digest)[:12]}…, found {hash_bytes(bare)[:12]}… ({len(data)} bytes)"
         raise error(f"{where}: incomplete, or altered since it was written: {mismatch}")

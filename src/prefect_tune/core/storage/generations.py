@@ -12,7 +12,7 @@ N is final once the marker of generation N + 1 exists; objects are deleted only 
   (`find_current_journal`), and then uses the returned key for all paths.
 - **A late writer** of an ended generation writes into a folder that no current experiment uses. To detect the deletion,
   it creates its entry, *then* checks that the journal's first entry still exists, because a deletion deletes that entry
-  first. If it exists, the number of the new entry was never used before, rather than freed by a deletion.
+  first. If it still exists, no deletion has freed the number of the new entry, so no earlier entry had this number.
 - **A late run** that looks up its experiment by name for each write is refused, because the marker lists the run.
 - **Garbage**: all objects of ended generations. A later deletion, or maintenance, removes what a deletion left behind.
 
@@ -48,7 +48,7 @@ class GenerationMarker(Document):
 
 
 class UnnamedCall(Document):
-    """Identifies the call, within a flow run, to which this experiment belongs. The call gave no experiment name."""
+    """Identifies the call in a flow run to which this experiment belongs, if the call gave no experiment name."""
 
     format: Literal["prefect-tune/unnamed-call"] = "prefect-tune/unnamed-call"
     version: Literal[1] = 1
@@ -70,7 +70,7 @@ def claim_experiment(store: ObjectStore, experiment: str, call: str) -> bool:
 
 
 def read_claiming_call(store: ObjectStore, experiment: str) -> str | None:
-    """Return the call that claimed the experiment; "" if the experiment was deleted, None if no call claimed it."""
+    """Return the call that claimed the experiment; if no call did, "" after a deletion of the name, otherwise None."""
     journal = find_current_journal(store, experiment)
     if (claim := read_sealed(store, UnnamedCall, journal.unnamed_call_path, JournalCorrupt)) is not None:
         return claim.call
@@ -105,17 +105,17 @@ def is_generation_deleted(store: ObjectStore, journal: JournalKey) -> bool:
 
 
 def require_not_deleted(store: ObjectStore, journal: JournalKey) -> None:
-    """Raise Superseded if the experiment of the journal was deleted. Makes one listing, and a read before it raises."""
+    """Raise Superseded if the experiment of the journal was deleted. Makes one listing, and one read if it raises."""
     if is_generation_deleted(store, journal):
         by = ""
-        with suppress(TuneError):  # the marker only completes the message; a later deletion may have deleted it
+        with suppress(TuneError):  # the message can do without the marker, which a later deletion may have deleted
             if marker := read_sealed(store, GenerationMarker, _marker_path(journal, 1), JournalCorrupt):
                 by = f" at {marker.at} by {marker.deleted_by}"
         raise Superseded(f"{journal}: the experiment was deleted{by}. Stop this run: the name may be in use again")
 
 
 def reject_earlier_writer(store: ObjectStore, journal: JournalKey, writer: str) -> None:
-    """Raise Superseded if `writer` wrote a deleted generation, JournalCorrupt for a bad marker. Reads at most once."""
+    """Raise Superseded if `writer` owned an ended generation, JournalCorrupt if the marker is bad. At most one read."""
     if writer in _read_earlier_writers(store, journal):
         raise Superseded(
             f"{journal}: the experiment that this run wrote was deleted; its name is free, or another experiment's. "
@@ -127,17 +127,17 @@ def _read_earlier_writers(store: ObjectStore, journal: JournalKey) -> Sequence[s
     if journal.generation == 1:
         return ()
     marker = read_sealed(store, GenerationMarker, _marker_path(journal), JournalCorrupt)
-    return marker.writers if marker else ()  # no marker: this generation, too, was deleted since, so writes fail
+    return marker.writers if marker else ()  # no marker: this generation, too, has been deleted, so writes fail
 
 
 def end_generation(store: ObjectStore, journal: JournalKey, *, at: str, by: str, writers: Iterable[str] = ()) -> None:
     """Create the marker that ends the generation of the journal, unless that generation has already ended.
 
-    `by` is the process that deletes the generation; `writers` are the identities of its owners.
+    `by` is the process that deletes the generation; `writers` are the identities of the generation's owners.
 
     Raises:
         CommitUnknown: the target did not say whether it wrote the marker; call again.
-        JournalCorrupt: the marker with which the journal's generation began is damaged.
+        JournalCorrupt: the marker that began the generation of the journal is damaged.
     """
     if is_generation_deleted(store, journal):
         return
@@ -213,7 +213,7 @@ def find_experiment_names(paths: Iterable[str]) -> Sequence[str]:
 
 
 def _find_current_generations(paths: Iterable[str]) -> dict[str, Generation]:
-    """Return the current generation of each folder."""
+    """Return the current generation of each name that has objects at `paths`."""
     generations: dict[str, Generation] = {}
     for path in paths:
         name, _, inner = path.partition("/")

@@ -250,11 +250,11 @@ class NodesKey(Value):
 
     @property
     def address_path(self) -> str:
-        """The path of the address at which node 0 waits for the other nodes."""
+        """The path of the object with the address at which node 0 waits for the other nodes."""
         return f"{self.folder}/address.json"
 
     def part_path(self, key: CheckpointKey, node: int) -> str:
-        """Return the path of the part that a node adds to a checkpoint."""
+        """Return the path of the object in which a node lists the files that it adds to a checkpoint."""
         return f"{self.folder}/parts/{key.name}-{node:04d}.json"
 
     @classmethod

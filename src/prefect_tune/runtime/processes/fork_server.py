@@ -10,7 +10,7 @@ A template is a process that imports a trainable, then becomes a fork server for
 
     fork server <- subreaper <- template <- subreaper <- trial's process
 
-Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial become children of the subreaper, in any session.
+Due to `PR_SET_CHILD_SUBREAPER`, orphaned descendants of the trial, of any session, become children of the subreaper.
 When the trial's process exits, or when the supervisor exits or requests the end, the subreaper ends all descendants and
 reports the wait status of the trial's process. If a subreaper is killed, the fork server, which has its own session,
 inherits the descendants and ends them. If the fork server is killed, its subreapers finish their work. Descendants of
@@ -174,7 +174,7 @@ def _subreaper_main(request: _ForkRequest, supervisor_fds: Collection[int], hand
         os.close(request.output_fd)
         _send_status(request.status_fd, "born", subreaper)
         _wait_for_trial_exit(trial, sigchld_fd, [request.status_fd, *supervisor_fds])
-        os.kill(trial, signal.SIGKILL)  # if one of the `stop_fds` has ended the wait, the trial's process still runs
+        os.kill(trial, signal.SIGKILL)  # the trial's process still runs if the supervisor has ended the wait
         _, status = os.waitpid(trial, 0)
         _end_descendants(sigchld_fd)
         _send_status(request.status_fd, "ended", status)
@@ -227,7 +227,7 @@ def _reap_children() -> bool:
 
 
 def _child_main(request: _ForkRequest, subreaper: int, handlers: _Handlers) -> MainFunction | None:
-    """Serve trials; a template instead imports a trainable, and serves fork requests if forks are safe.
+    """In a trial's process, serve trials; in a template, import a trainable, and serve fork requests if forks are safe.
 
     First, the process is set up as if it had been started by exec.
     """
@@ -347,7 +347,7 @@ def _preload_trainable(request: ImportRequest) -> str | None:
 def _warm_up_optimizer(trainable: object) -> None:
     """Take a step with a PyTorch optimizer here, so that no trial repeats the first step's imports (1.7 s of CPU time).
 
-    Do so only if the trainable's module mentions an optimizer. If the trainable uses no optimizer, only time is lost.
+    Do so only if the trainable's module mentions an optimizer. If the trainable does not use it, only time is lost.
     """
     name = getattr(trainable, "__module__", "")
     with suppress(Exception):  # various errors if there is no source; any other error occurs in the trials, too

@@ -145,7 +145,7 @@ def _get_working_directory() -> str | None:
 
 
 class _PostImportFinder(MetaPathFinder):
-    """Calls a function with a module right after the module's import; other finders of `sys.meta_path` find it."""
+    """Calls a function with a module right after its import; the other finders of `sys.meta_path` find the module."""
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._functions = functions

@@ -322,7 +322,7 @@ def exiting_forked_children() -> Iterator[None]:
 
 
 _source_digests: dict[int, tuple[object, str]] = {}
-"""Maps the `id` of each trainable that was imported before a fork to the trainable and its source's digest."""
+"""For each trainable that was imported before a fork: its `id`, and as value the trainable and its source's digest."""
 
 
 def record_source_digest(trainable: object) -> None:
@@ -331,7 +331,7 @@ def record_source_digest(trainable: object) -> None:
 
 
 def _get_source_digest(trainable: type | TrainFunction) -> str:
-    """Return a digest of the trainable's source; "" if there is no source, for example of some pickled objects."""
+    """Return a digest of the trainable's source; "" if there is no source, as for some pickled objects."""
     if (recorded := _source_digests.get(id(trainable))) is not None:
         return recorded[1]
     with suppress(Exception):  # no source, its file was edited, or another thread parses code in Python 3.11

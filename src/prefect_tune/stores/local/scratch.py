@@ -5,8 +5,8 @@ Before a process makes its first scratch directory, it removes the folders of ki
 
 If several processes need a checkpoint, one copies it, and the others wait. `fill_directory` fills a directory that the
 caller names. `shared_copy` gives each reader its own directory, with hard links to the files of one copy; the last
-reader removes the copy. A copy gets its name only when it is complete. What killed readers leave is removed after
-7 days without use. The names of locks, notes and copies contain the boot id, so those of an earlier boot are not used.
+reader removes the copy. A copy gets its name only when it is complete. A fetch also removes copies unused for 7 days,
+which killed readers left. The names of locks, notes and copies contain the boot id, so an earlier boot's are not used.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class DirectoryContent:
     matches: Callable[[Path], bool]
     """Returns whether a directory has exactly these bytes and this `metadata`."""
     metadata: bytes | None = None
-    """The content of the metadata file, which may change; None if `content_id` covers it."""
+    """The bytes of the metadata file, if they may change while `content_id` stays equal; None if it identifies them."""
 
 
 @contextmanager

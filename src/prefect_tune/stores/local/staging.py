@@ -170,7 +170,7 @@ def _require_portable(entry: os.DirEntry[str], relative: str) -> None:
 def has_same_files(manifest: Manifest, source: StagedDirectory) -> bool:
     """Return whether `source` has the files, bytes and empty directories of `manifest`; permissions may differ.
 
-    Only the files of `source` are read; nothing is read from the target.
+    Only the files of `source` are read, and compared with the digests in `manifest`; nothing is read from the target.
 
     Raises:
         StagedFilesChanged: a file is shorter now than when it was listed.
@@ -423,7 +423,7 @@ def list_plain_tree(store: ObjectStore, folder: str, *, excluded_folder: str = "
 def _is_folder_marker(store: ObjectStore, listed: ListedObject) -> bool:
     """Return whether `listed` is an empty object `folder/`, with which some clients mark a folder.
 
-    Some listings omit the slash. Then `size` finds an empty file under the listed name, but no marker.
+    Some listings omit the slash. In that case, `size` shows which it is: it finds an empty file, but not a marker.
     """
     return not listed.size_bytes and (listed.path.endswith("/") or store.size(listed.path) is None)
 
