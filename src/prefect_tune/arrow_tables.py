@@ -116,7 +116,7 @@ def to_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 def parse_reports(data: Buffer, digest: str) -> pa.Table | None:
     """Return the reports in a Parquet file; None if it is damaged, or stores another version or digest.
 
-    `digest` is the digest of the journal's last entry. If the result is None, read the journal. Nothing is executed.
+    `digest` is the digest of the journal's last entry. If None is returned, the caller must read the journal instead.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -40,4 +40,4 @@ OPTION_FIELDS: Mapping[str, str] = {
     "Retention": "last best metric mode every",
     "FailurePolicy": "max_failures max_machine_failures max_restarts quarantine_after",
 }
-"""The fields of each class. A dict with exactly these keys is an object of the class that was sent without its name."""
+"""The fields of each class. They identify the class of a dict with exactly these keys that lacks the class's name."""

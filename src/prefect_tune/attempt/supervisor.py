@@ -454,7 +454,7 @@ class _Supervisor:
         return self._make_attempt_ended(Cause.TRAINABLE, reason)
 
     def _check_metrics(self) -> Outcome | None:
-        """Return the failure if rank 0 waits too long for metrics; if a rank ended without reporting, add a failure."""
+        """Return the failure if metrics are late. If a rank ended without them, add this failure, and return None."""
         if not self._metrics.missing_ranks or self._failures:
             return None
         if (reason := self._metrics.ended_rank_reason(self._ended_ranks)) is not None:

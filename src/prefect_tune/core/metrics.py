@@ -164,12 +164,12 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_integer_at_least(value: object, at_least: int) -> bool:
-    """Return whether `value` is an integer of at least `at_least`; False for True and 3.0."""
+    """Return whether `value` is an integer of at least `at_least`. A bool and 3.0 are no integers."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def is_number_at_least(value: object, at_least: float) -> bool:
-    """Return whether `value` is a finite number of at least `at_least`; False for True."""
+    """Return whether `value` is a finite number of at least `at_least`. A bool is no number."""
     return isinstance(value, int | float) and is_number(value) and at_least <= value
 
 

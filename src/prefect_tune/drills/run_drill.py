@@ -210,7 +210,7 @@ class Drill:
         self.on_activity("comparing both runs: reading all metrics, and all checkpoints from the target")
         differences = compare_runs(self.store, undisturbed, killed)
         early = [diff for diff in differences if diff.step <= killed.undisturbed_steps]
-        # A value that one run lacks does not count as unstable, since the killed run may lack it because of the kill.
+        # A missing value is no difference that occurs without a kill: the run may have had the value until the kill.
         unstable: Sequence[Difference] = [diff for diff in early if not diff.is_missing_in_one_run]
         runs = self._make_comparison(undisturbed, killed, None, differences, unstable)
         if len(unstable) == len(differences) or any(diff.location in runs.result_locations for diff in unstable):

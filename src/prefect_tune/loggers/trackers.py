@@ -126,7 +126,7 @@ class MLflowLogger(Callback):
 
     @contextmanager
     def _using_run(self, trial: Trial) -> Iterator[_MLflowRun]:
-        """Yield the trial's run; after an error, the next call searches for the run again, as it may be deleted."""
+        """Yield the trial's run; after an error, the next call searches for the run again: it may have been deleted."""
         if trial.id not in self._runs:
             tags = {**self._tags, _TRIAL_TAG: f"{self._search.experiment}/{self._search.generation}/{trial.id}"}
             self._runs[trial.id] = _MLflowRun(self._client, self._experiment_id, tags, trial)

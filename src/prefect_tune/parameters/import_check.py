@@ -235,7 +235,7 @@ class _DefinitionLookup:
     def _resolve_import(
         self, statement: ast.ImportFrom, path: Sequence[str], spec: ModuleSpec, depth: int
     ) -> tuple[str, str]:
-        """Return the module that `statement` imports from (empty if invalid), and why `path` is not defined there."""
+        """Return the module from which `statement` imports ("" if none), and why it lacks `path` ("" if it has it)."""
         package = spec.name if spec.submodule_search_locations is not None else spec.parent
         try:
             module = importlib.util.resolve_name(f"{'.' * statement.level}{statement.module or ''}", package)

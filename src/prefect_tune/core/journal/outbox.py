@@ -150,7 +150,7 @@ def delete_posts(store: ObjectStore, posts: Iterable[tuple[TrialKey, int, int]])
 
 
 def list_journaled_posts(store: ObjectStore, trial: TrialKey, state: Trial) -> Sequence[ListedObject]:
-    """Return the posts whose events `state` includes, except the first and the last object of each outbox."""
+    """Return the posts with events that the journal already has; never the first and the last post of an outbox."""
     if not state.outbox_count:
         return ()
     outboxes: dict[str, dict[int, ListedObject]] = {}

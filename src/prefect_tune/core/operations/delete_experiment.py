@@ -3,9 +3,9 @@
     new owner, writes `DeletionStarted` ──► marker of the next generation ──► first entry ──► all other objects
 
 The deletion becomes the owner of the journal, so the old owner's next write fails, and only another deletion can become
-the owner. Then the deletion ends the generation (see `generations`): its name is free, and all its objects are garbage,
-which maintenance or a later deletion of the same name may collect, too. An attempt on another machine fails at its next
-post, because the first entry is missing. No other experiment refers to the deleted objects.
+the owner. Then the deletion ends the generation (see `generations`): the experiment's name is free, and the objects of
+the generation are garbage. If this deletion does not remove them, maintenance or a later deletion does. An attempt on
+another machine fails at its next post: the first entry is missing. No other experiment refers to the deleted objects.
 
 A deletion is bound to the generation that it found. If its process hangs, another process may finish the deletion, and
 the name may be used again. If the first process then goes on, it finds only garbage to delete.

@@ -136,9 +136,9 @@ class Schedule(RenamedMembers, ABC):
     def next_milestone(self, trial: TrialId, step: int) -> int | None:
         """Return the first step after `step` at which the trial reports and waits for a decision; None for never.
 
-        `step` is the step of the last decision on the trial (after an exploit: on the source); 0 if there is none. The
-        driver calls this method, which changes no state, when an attempt starts and after each decision. A function
-        trainable cannot save at every step, so the report for the decision may be of a later step.
+        `step` is the step of the last decision on the trial; after an exploit, of the last decision on the exploited
+        trial; 0 without a decision. The driver calls this method, which changes no state, when an attempt starts and
+        after each decision. A function cannot save at every step, so its report for a decision may be of a later step.
         """
 
     @abstractmethod
