@@ -22,12 +22,11 @@ class WrappingConsole(Console):
     """Wraps the lines that a terminal would wrap, and indents what follows."""
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        for line in objects if soft_wrap else ():
-            text = line if isinstance(line, Text) else Text.from_markup(line)
-            if len(text) > COLUMNS:
-                first, *rest = text.wrap(self, COLUMNS - 4)
-                objects = (Text("\n").join([first, *(Text("    ") + part for part in rest)]),)
-        super().print(*objects, **options)
+        super().print(*(map(self._wrap_line, objects) if soft_wrap else objects), **options)
+
+    def _wrap_line(self, line: Text | str) -> Text:
+        text = line if isinstance(line, Text) else Text.from_markup(line)
+        return Text("\n    ").join(text.wrap(self, COLUMNS - 4)) if len(text) > COLUMNS else text
 
 
 def remove_fonts(svg: str) -> str:

@@ -234,15 +234,18 @@ def make_api_pages() -> dict[str, str]:
     return {**pages, "integrations": _make_integrations_page()}
 
 
+def find_alias_docstring(name: str) -> str:
+    """Return the docstring below a public type alias; empty if it has none."""
+    source = inspect.getsource(import_module(f"prefect_tune.{find_public_names()[name]}"))
+    match = re.search(rf'^{name}: TypeAlias = .*\n"""(.*?)"""', source, re.MULTILINE | re.DOTALL)
+    return match[1] if match else ""
+
+
 def _get_summary(name: str) -> str:
     """Return the first line of a public name's docstring."""
     value = getattr(getattr(pt, name), "fn", getattr(pt, name))
-    if inspect.isclass(value) or inspect.isfunction(value):
-        docstring = inspect.getdoc(value) or ""
-    else:  # a type alias: its docstring is below it
-        source = inspect.getsource(import_module(f"prefect_tune.{find_public_names()[name]}"))
-        match = re.search(rf'^{name}: TypeAlias = .*\n"""(.*?)"""', source, re.MULTILINE | re.DOTALL)
-        docstring = match[1] if match else ""
+    is_alias = not (inspect.isclass(value) or inspect.isfunction(value))
+    docstring = find_alias_docstring(name) if is_alias else inspect.getdoc(value) or ""
     return docstring.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 
